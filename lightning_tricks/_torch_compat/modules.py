@@ -33,22 +33,22 @@ def module_internals() -> frozenset[str]:
     return internals
 
 
+@needs_private(_USERS)
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return the parameters that a module itself registers; what is set in the dict is set in the module."""
-    with needs_private(_USERS):
-        return module._parameters
+    return module._parameters
 
 
+@needs_private(_USERS)
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """Return the buffers that a module itself registers; what is set in the dict is set in the module."""
-    with needs_private(_USERS):
-        return module._buffers
+    return module._buffers
 
 
+@needs_private(_USERS)
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     """Return the modules that a module itself registers; what is set in the dict is set in the module."""
-    with needs_private(_USERS):
-        return module._modules
+    return module._modules
 
 
 def registered_tensor(module: Any, name: str) -> Any:

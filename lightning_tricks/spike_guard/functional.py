@@ -72,13 +72,13 @@ class RobustBand:
             The place of the first spike, which is a value above the limit or not finite, and the limit; None if there
             is none.
         """
-        before = self.state_dict()
+        before, count = self._values.copy(), self._count
         for place, value in enumerate(values):
             # the limit takes much longer, and is never below the largest of the last values
             is_within = value <= max(self._values, default=-math.inf) or value <= self.limit()
             if not (math.isfinite(value) and is_within):
                 limit = self.limit()
-                self.load_state_dict(before)
+                self._values, self._count = before, count
                 return place, limit
             self._values.append(value)
             self._count += 1

@@ -94,6 +94,19 @@ def test_weights_that_a_step_has_spoilt_end_skip_in_words(tmp_path):
         run(tmp_path / "run", DataLoader(range(48), 4), [guard], module=lambda: Spoiling({}))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("value", [-math.inf, math.inf, math.nan, 1e18])
+def test_each_gradient_that_is_not_finite_is_found_though_the_loss_is(value, dtype, tmp_path):
+    class Spoilt(Given):
+        def on_after_backward(self):
+            if self.count == 6:
+                self.weight.grad.fill_(value)
+
+    guard, module = SpikeGuard(threshold=math.inf), Spoilt({}).to(dtype)
+    (end,) = run(tmp_path / "run", DataLoader(range(48), 4), [guard], module=lambda: module, max_epochs=1)
+    assert end["global_step"] == 11 + math.isfinite(value)
+
+
 class OneSchedule(Noisy):
     def configure_optimizers(self):
         (optimizer,), (*_, by_epoch) = super().configure_optimizers()

@@ -195,9 +195,9 @@ def foreach_batches(gradients: list[Tensor]) -> Iterator[tuple[list[Tensor], Seq
     """Split gradients into batches for foreach calls, each of one device, dtype and mesh; with their positions."""
     if not gradients:
         return
-    grouped: dict[Any, Any] = group_by_device_and_dtype([gradients], with_indices=True)  # type: ignore[list-item]
+    grouped: dict[Any, Any] = group_by_device_and_dtype([gradients], with_indices=True)
     for (tensors,), indices in grouped.values():
-        if all(type(tensor) is Tensor for tensor in tensors):
+        if {*map(type, tensors)} == {Tensor}:
             yield tensors, indices
             continue
         meshes: dict[Any, tuple[list[Tensor], list[int]]] = {}

@@ -88,7 +88,7 @@ class TargetMean:
         self.targets, total = self._after, positive(self._total)
         self.scale = self._batch / total
         if self._before is not None and (given := [*gradients]):
-            grouped: Any = group_by_device_and_dtype([given])  # type: ignore[list-item]
+            grouped: Any = group_by_device_and_dtype([given])
             for (device, _), ((alike,), _) in grouped.items():
                 foreach_mul_(alike, (positive(self._before) / total).to(device))
 
