@@ -56,7 +56,9 @@ def memory_hash(tensors):
     """What a fingerprint says of memory alone, without names and shapes."""
     from lightning_tricks.run_fingerprint.core.fingerprint import Mixer, condense
 
-    return Mixer()([condense(tensors).words])[0].item() & MASK
+    mixer = Mixer()
+    mixer.add([condense(tensors).words])
+    return mixer.take().item() & MASK
 
 
 @pytest.mark.parametrize("elements", [0, 1, 2, 3, 1000, 2 * SHORT, 2 * SHORT + 1, 2 * ROW, 2 * LONG, 2 * LONG + 12345])

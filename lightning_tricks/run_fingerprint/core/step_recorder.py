@@ -144,9 +144,8 @@ class RowWriter:
         self._columns: dict[Column, None] = {}  # in the order of a step
         self._written_columns: tuple[Column, ...] = ()
         self._keys: list[tuple[int, int, int]] = []
-        self._block: list[Tensor] = []
         self._descriptions: list[list[int]] = []  # of the values in the block
-        self._mixer = Mixer()
+        self._mixer = Mixer()  # has their words
         self._key: tuple[int, int, int] | None = None
         self._row: dict[Column, Condensed] = {}
         self._calls: dict[tuple[str, str], int] = {}  # how often each kind and name came in the row
@@ -203,11 +202,11 @@ class RowWriter:
             self._columns = dict.fromkeys(_merged(self._columns, self._row))
         self._keys.append(self._key)
         values = [self._row.get(column, ABSENT) for column in self._columns]
-        self._block.append(torch.stack(self._mixer([value.words for value in values])))
+        self._mixer.add([value.words for value in values])
         self._descriptions.append([value.description for value in values])
         self.num_rows += 1
         self._key, self._row = None, {}
-        if len(self._block) >= _ROWS:
+        if len(self._keys) >= _ROWS:
             self.flush()
 
     def flush(self) -> None:
@@ -216,11 +215,11 @@ class RowWriter:
         Raises:
             OSError: If that fails; the rows are lost.
         """
-        keys, block, descriptions, columns = self._keys, self._block, self._descriptions, tuple(self._columns)
-        if not block:
+        keys, descriptions, columns = self._keys, self._descriptions, tuple(self._columns)
+        if not keys:
             return
-        self._keys, self._block, self._descriptions = [], [], []
-        values = torch.stack(block).cpu().numpy() + np.array(descriptions, np.int64)
+        self._keys, self._descriptions = [], []
+        values = self._mixer.take().cpu().numpy() + np.array(descriptions, np.int64)
         table = np.concatenate([np.array(keys, np.int64), values], axis=1)
         self._append(on_disk.format_rows(columns, table, self._written_columns))
         self._digest.update(table.astype(on_disk.INTEGER).tobytes())
