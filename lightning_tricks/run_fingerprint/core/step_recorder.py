@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.tensors import parameters_of
@@ -41,7 +41,7 @@ class StepRecorder:
         self.writer, self.model, self._is_replicated = writer, model, is_replicated
         self._by_layer = writer.header.detail == "layer"
         self._stepped = False
-        self._installed = ExitStack()
+        self._hooks: list[RemovableHandle] = []
         self.find_layers()
 
     def find_layers(self) -> None:
@@ -62,9 +62,7 @@ class StepRecorder:
         self.writer.start_row(step, epoch, number)
         self._add("data", children_of(batch))
         if self._outputs is not None:
-            self._installed.enter_context(
-                self._outputs.hooked(lambda name, output: self._add("forward", {name: output}))
-            )
+            self._hooks = self._outputs.hook(lambda name, output: self.writer.add("forward", output, name))
 
     def on_backward_start(self, loss: Any) -> None:
         """Record a loss."""
@@ -108,7 +106,8 @@ class StepRecorder:
 
     def close(self) -> None:
         """Remove the hooks from the layers."""
-        self._installed.close()
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def _add_weights(self) -> None:
         for kind, are_replicated in (("replicated", True), ("weights", False)):
@@ -299,20 +298,14 @@ class LayerOutputs:
     def __init__(self, model: nn.Module) -> None:
         self._layers = list(_layers_in(model))
 
-    @contextmanager
-    def hooked(self, on_output: Callable[[str, Any], None]) -> Iterator[None]:
-        """Call `on_output` with the qualified name and the output of each layer that runs in the block."""
+    def hook(self, on_output: Callable[[str, Any], None]) -> list[RemovableHandle]:
+        """Call `on_output` with the qualified name and the output of each layer that runs, until they are unhooked."""
         # a hook would make torch leave the fast path of a module around it: only those in training get hooks
-        hooks = [
+        return [
             module.register_forward_hook(_Hook(name, module, on_output))
             for name, module, with_fast_path in self._layers
             if all(_is_trained(outer) for outer in with_fast_path)
         ]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
 
 def _layers_in(
