@@ -56,7 +56,9 @@ def memory_hash(tensors):
     """What a fingerprint says of memory alone, without names and shapes."""
     from lightning_tricks.run_fingerprint.core.fingerprint import Mixer, condense
 
-    return Mixer()([condense(tensors).words])[0].item() & MASK
+    mixer = Mixer()
+    mixer.add([condense(tensors).words])
+    return mixer.take().item() & MASK
 
 
 @pytest.mark.parametrize("elements", [0, 1, 2, 3, 1000, 2 * SHORT, 2 * SHORT + 1, 2 * ROW, 2 * LONG, 2 * LONG + 12345])
@@ -255,6 +257,20 @@ def test_reads_nothing_back_and_leaves_no_graph():
     assert reads.count == 0
     assert (seen.dtype, seen.shape, seen.requires_grad) == (torch.int64, (), False)
     loss.backward()
+
+
+def test_rows_that_are_mixed_together_are_those_that_are_mixed_alone():
+    """Also where the lengths change, and where more words wait than are mixed at once."""
+    from lightning_tricks.run_fingerprint.core.fingerprint import Mixer, condense
+
+    generator, mixer = torch.Generator().manual_seed(0), Mixer()
+    sizes = [(3, 5000)] * 30 + [(5000, 3), (3, 5000), (0, 1), (3, 40 * LONG)] + [(3, 5000)] * 2
+    rows = [[torch.rand(size, generator=generator) for size in of_row] for of_row in sizes]
+    condensed = [[condense(value) for value in row] for row in rows]
+    for row in condensed:
+        mixer.add([value.words for value in row])
+    seen = mixer.take() + torch.tensor([[value.description for value in row] for row in condensed])
+    assert seen.tolist() == [[number(value) for value in row] for row in rows]
 
 
 def test_meta_tensors_have_a_shape_and_no_memory():

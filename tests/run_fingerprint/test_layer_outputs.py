@@ -15,8 +15,12 @@ from tests.contract.lab import traces
 def seen(model, run):
     outputs = []
     before = traces(model)
-    with LayerOutputs(model).hooked(lambda name, output: outputs.append((name, output))):
+    hooks = LayerOutputs(model).hook(lambda name, output: outputs.append((name, output)))
+    try:
         run(model)
+    finally:
+        for hook in hooks:
+            hook.remove()
     assert traces(model) == before
     return [name for name, _ in outputs]
 

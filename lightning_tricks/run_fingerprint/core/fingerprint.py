@@ -25,6 +25,7 @@ _SHORT, _LONG = 2_048, 262_144  # 64-bit words
 _TWO_ROW_LENGTHS, _LONG_ROW_LENGTH = (509, 521), 32_749
 # odd factors, so that no bit gets lost
 _GOLDEN_RATIO, _MURMUR_FACTOR = -0x61C8864680B583EB, -0x00AE502812AA7333
+_MIXED_AT_ONCE = 65_536  # words; a longer row is mixed by itself
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by the number of bytes
 # their `repr` shows the whole value, and no address
 _PLAIN = (type(None), str, bytes, bytearray, Number, np.generic, range, date, time, timedelta, os.PathLike)
@@ -68,7 +69,9 @@ def fingerprint(value: Any) -> Tensor:
         tensor(False)
     """
     words, description = condense(value)
-    return Mixer()([words])[0] + description
+    mixer = Mixer()
+    mixer.add([words])
+    return mixer.take()[0, 0] + description
 
 
 def condense(value: Any) -> Condensed:
@@ -93,16 +96,36 @@ def condense(value: Any) -> Condensed:
 
 
 class Mixer:
-    """Computes fingerprints of condensed values; the numbers of their words are kept for values of the same lengths."""
+    """Computes the fingerprints of rows of condensed values, of several rows at once if their lengths are the same."""
 
     def __init__(self) -> None:
-        self._numbered: tuple[list[int], torch.device] | None = None
+        self._rows: list[Sequence[Tensor]] = []  # that are not mixed yet
+        self._lengths: list[int] = []  # of their values
+        self._mixed: list[Tensor] = []
         self._numbers = torch.empty(0)
+        self._numbered: tuple[list[int], torch.device] | None = None
 
-    def __call__(self, values: list[Tensor]) -> list[Tensor]:
-        """Return the fingerprint of each value, without its description, all on one device."""
-        words = torch.cat(_on_one_device(values))
-        lengths = [each.numel() for each in values]
+    def add(self, row: Sequence[Tensor]) -> None:
+        """Add the words of the values of a row."""
+        lengths = [words.numel() for words in row]
+        if lengths != self._lengths:
+            self._mix()
+            self._lengths = lengths
+        self._rows.append(row)
+        if len(self._rows) * sum(lengths) >= _MIXED_AT_ONCE:
+            self._mix()
+
+    def take(self) -> Tensor:
+        """Return the fingerprints of the values, without their descriptions, of all rows added since the last call."""
+        self._mix()
+        mixed, self._mixed = self._mixed, []
+        return torch.cat(_on_one_device(mixed))
+
+    def _mix(self) -> None:
+        if not self._rows:
+            return
+        rows, lengths, self._rows = self._rows, self._lengths, []
+        words = torch.cat(_on_one_device([words for row in rows for words in row])).view(len(rows), sum(lengths))
         if self._numbered != (lengths, words.device):
             numbers = torch.arange(max(lengths), device=words.device).mul_(_GOLDEN_RATIO)
             self._numbers = torch.cat([numbers[:length] for length in lengths])
@@ -113,7 +136,7 @@ class Mixer:
         words.add_(self._numbers)
         words.bitwise_xor_(words >> 32).mul_(_MURMUR_FACTOR)
         words.bitwise_xor_(words >> 29)
-        return [part.sum() for part in words.split(lengths)]
+        self._mixed.append(torch.stack([part.sum(1) for part in words.split(lengths, 1)], 1))
 
 
 def _on_one_device(tensors: list[Tensor]) -> list[Tensor]:

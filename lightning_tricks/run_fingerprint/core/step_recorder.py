@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.tensors import parameters_of
@@ -41,7 +41,7 @@ class StepRecorder:
         self.writer, self.model, self._is_replicated = writer, model, is_replicated
         self._by_layer = writer.header.detail == "layer"
         self._stepped = False
-        self._installed = ExitStack()
+        self._hooks: list[RemovableHandle] = []
         self.find_layers()
 
     def find_layers(self) -> None:
@@ -62,9 +62,7 @@ class StepRecorder:
         self.writer.start_row(step, epoch, number)
         self._add("data", children_of(batch))
         if self._outputs is not None:
-            self._installed.enter_context(
-                self._outputs.hooked(lambda name, output: self._add("forward", {name: output}))
-            )
+            self._hooks = self._outputs.hook(lambda name, output: self.writer.add("forward", output, name))
 
     def on_backward_start(self, loss: Any) -> None:
         """Record a loss."""
@@ -108,7 +106,8 @@ class StepRecorder:
 
     def close(self) -> None:
         """Remove the hooks from the layers."""
-        self._installed.close()
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def _add_weights(self) -> None:
         for kind, are_replicated in (("replicated", True), ("weights", False)):
@@ -144,9 +143,8 @@ class RowWriter:
         self._columns: dict[Column, None] = {}  # in the order of a step
         self._written_columns: tuple[Column, ...] = ()
         self._keys: list[tuple[int, int, int]] = []
-        self._block: list[Tensor] = []
         self._descriptions: list[list[int]] = []  # of the values in the block
-        self._mixer = Mixer()
+        self._mixer = Mixer()  # has their words
         self._key: tuple[int, int, int] | None = None
         self._row: dict[Column, Condensed] = {}
         self._calls: dict[tuple[str, str], int] = {}  # how often each kind and name came in the row
@@ -203,11 +201,11 @@ class RowWriter:
             self._columns = dict.fromkeys(_merged(self._columns, self._row))
         self._keys.append(self._key)
         values = [self._row.get(column, ABSENT) for column in self._columns]
-        self._block.append(torch.stack(self._mixer([value.words for value in values])))
+        self._mixer.add([value.words for value in values])
         self._descriptions.append([value.description for value in values])
         self.num_rows += 1
         self._key, self._row = None, {}
-        if len(self._block) >= _ROWS:
+        if len(self._keys) >= _ROWS:
             self.flush()
 
     def flush(self) -> None:
@@ -216,11 +214,11 @@ class RowWriter:
         Raises:
             OSError: If that fails; the rows are lost.
         """
-        keys, block, descriptions, columns = self._keys, self._block, self._descriptions, tuple(self._columns)
-        if not block:
+        keys, descriptions, columns = self._keys, self._descriptions, tuple(self._columns)
+        if not keys:
             return
-        self._keys, self._block, self._descriptions = [], [], []
-        values = torch.stack(block).cpu().numpy() + np.array(descriptions, np.int64)
+        self._keys, self._descriptions = [], []
+        values = self._mixer.take().cpu().numpy() + np.array(descriptions, np.int64)
         table = np.concatenate([np.array(keys, np.int64), values], axis=1)
         self._append(on_disk.format_rows(columns, table, self._written_columns))
         self._digest.update(table.astype(on_disk.INTEGER).tobytes())
@@ -300,20 +298,14 @@ class LayerOutputs:
     def __init__(self, model: nn.Module) -> None:
         self._layers = list(_layers_in(model))
 
-    @contextmanager
-    def hooked(self, on_output: Callable[[str, Any], None]) -> Iterator[None]:
-        """Call `on_output` with the qualified name and the output of each layer that runs in the block."""
+    def hook(self, on_output: Callable[[str, Any], None]) -> list[RemovableHandle]:
+        """Call `on_output` with the qualified name and the output of each layer that runs, until they are unhooked."""
         # a hook would make torch leave the fast path of a module around it: only those in training get hooks
-        hooks = [
+        return [
             module.register_forward_hook(_Hook(name, module, on_output))
             for name, module, with_fast_path in self._layers
             if all(_is_trained(outer) for outer in with_fast_path)
         ]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
 
 def _layers_in(
