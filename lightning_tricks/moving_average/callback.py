@@ -30,6 +30,7 @@ from lightning_tricks._lightning_compat.trainer import callbacks_of, model_avera
 from lightning_tricks._shared.checks import check_choice
 from lightning_tricks._shared.patterns import name_as_in_
 from lightning_tricks._shared.tensors import parameters_of
+from lightning_tricks._shared.text import list_names
 from lightning_tricks.moving_average.functional import MovingAverage, batch_statistics, named_tensors
 
 
@@ -109,7 +110,7 @@ class ExponentialMovingAverage(TrickCallback):
         self._average = MovingAverage(self.decay, warmup=self.warmup, every_n_steps=self.every_n_steps)
         _AVERAGES[pl_module] = self._average
         self._installed.enter_context(around_validations(trainer, partial(self._run_validation, pl_module)))
-        average = partial(self._average_weights_only, pl_module)
+        average = partial(self._average_weights_only, trainer, pl_module)
         self._installed.enter_context(checkpoint_contents_changed(trainer, average, lambda _: None))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -139,7 +140,7 @@ class ExponentialMovingAverage(TrickCallback):
 
     def _follow(self, module: LightningModule, number: int) -> None:
         """Find out what an optimizer steps: weights that are trained or were so before, and batch statistics."""
-        self._stepped[number] = _trainable(self._optimizers[number])
+        self._stepped[number] = [p for p in _trainable(self._optimizers[number]) if not is_lazy(p)]
         pairs = reversed(self._optimizers.items())  # of several that have a parameter, it belongs to the first
         owners = {id(parameter): n for n, one in pairs for parameter in parameters_of(one)}
         tensors, begun = named_tensors(module), self._average.averages()
@@ -168,7 +169,12 @@ class ExponentialMovingAverage(TrickCallback):
                 f"ExponentialMovingAverage: {share:.0%} of the average are the weights of its first update. For such a "
                 f"run, use warmup=True, or less than decay={self.decay:g} and every_n_steps={self.every_n_steps}."
             )
-        if self.evaluate:
+        steps = self._average.counts()["steps"]
+        if unseen := [type(one).__name__ for number, one in self._optimizers.items() if not steps.get(number)]:
+            rank_zero_warn(
+                f"ExponentialMovingAverage: {list_names(unseen)} made no step(), so what it trains is not averaged."
+            )
+        if self.evaluate and any(steps.values()):
             self._average.swap_in(pl_module)
             self.say(f"the module has the average of the weights, with a decay of {self.decay:g}")
 
@@ -189,15 +195,18 @@ class ExponentialMovingAverage(TrickCallback):
             self._average.load_counts(state_dict)
             self._stepped.clear()
 
-    def _average_weights_only(self, module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if self.evaluate and not (self._trained or "optimizer_states" in checkpoint):  # or the hook below has done it
-            checkpoint["state_dict"], _ = self._average.split(module, checkpoint["state_dict"])
+    def _average_weights_only(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if "optimizer_states" not in checkpoint:  # or Lightning has called the hook below
+            self.on_save_checkpoint(trainer, module, checkpoint)
+            for key in ("current_model_state", "moving_average") if self.evaluate else ():
+                checkpoint.pop(key, None)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Put the average into `state_dict`, and the weights of training and the counts beside it, also after a fit."""
         average = _AVERAGES.get(pl_module)
-        if average is None or not (counts := average.counts())["starts"]:
+        if average is None or not average.averages():
             return
+        counts = average.counts()
         if self.evaluate:
             averaged, trained = average.split(pl_module, checkpoint["state_dict"])
             checkpoint |= {"state_dict": averaged, "current_model_state": self._trained or trained}

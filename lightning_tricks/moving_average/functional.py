@@ -70,7 +70,7 @@ class MovingAverage(nn.Module):
         self.load_counts({"steps": {}, "skipped": {}, "starts": {}})
 
     def counts(self) -> dict[str, dict[Any, Any]]:
-        """Return the steps of each optimizer, how many were skipped, and how many updates came before each average."""
+        """Return the steps of each optimizer, how many were skipped, and after how many steps each average begins."""
         return {"steps": dict(self._steps), "skipped": dict(self._skipped), "starts": dict(self._starts)}
 
     def load_counts(self, counts: Mapping[str, Mapping[Any, Any]]) -> None:
@@ -78,13 +78,15 @@ class MovingAverage(nn.Module):
         self._steps = defaultdict[int, int](int, counts["steps"])
         self._skipped = dict[int, Tensor](counts["skipped"])
         self._starts = dict[str, int](counts["starts"])
+        self._numbers: dict[str, int] = {}  # of the optimizers, as far as they are followed
         for key in self._parameters.keys() - set(map(_key, self._starts)):
             del self._parameters[key]
         self._cohorts: dict[int, dict[int, tuple[list[Tensor], list[Tensor]]]] = {}  # what began together, by start
 
     def averages(self) -> dict[str, Tensor]:
-        """Return the averages by the names of their tensors."""
-        return {name: self.get_parameter(_key(name)).detach() for name in self._starts}
+        """Return the averages by the names of their tensors, without those that had no update yet."""
+        begun = [n for n, start in self._starts.items() if self._steps.get(self._numbers.get(n, -1), start + 1) > start]
+        return {name: self.get_parameter(_key(name)).detach() for name in begun}
 
     def load_averages(self, averages: Mapping[str, Tensor]) -> None:
         """Copy averages by name; each has to be among the counts that are loaded next."""
@@ -100,10 +102,14 @@ class MovingAverage(nn.Module):
             number: The number of the optimizer.
             tensors: Name -> tensor.
         """
+        begun = self.averages()
+        for name in [name for name, one in self._numbers.items() if one == number and name not in begun]:
+            del self._starts[name], self._numbers[name]  # it may have been frozen before its first step
+        self._numbers.update(dict.fromkeys(tensors, number))
         cohorts = self._cohorts[number] = {}
         for name, tensor in tensors.items():
             if name not in self._starts:
-                self._starts[name] = self._steps[number] // self.every_n_steps
+                self._starts[name] = self._steps[number]
                 self.load_averages({name: tensor})
             average = self.get_parameter(_key(name))
             average.data = average.data.to(tensor.device)  # a checkpoint is read on the CPU
@@ -137,7 +143,8 @@ class MovingAverage(nn.Module):
     def _weight(self, number: int, start: int, found_inf: Tensor | None) -> float | Tensor:
         """Return the weight of the present values: 1 up to the first update, and 0 between two updates."""
         steps = self._steps[number] - self._skipped.get(number, 0)
-        updates, is_due = steps // self.every_n_steps - start, steps % self.every_n_steps == 0
+        every = self.every_n_steps
+        updates, is_due = steps // every - start // every, steps % every == 0
         if not isinstance(updates, Tensor):
             return 1 - decay_at(updates - 1, self.decay, warmup=self.warmup) if is_due or updates < 1 else 0.0
         decay = (updates / (9 + updates) if self.warmup else torch.ones_like(updates)).clamp(max=self.decay)

@@ -174,6 +174,18 @@ def test_weights_that_are_released_later():
     assert torch.equal(net.net[1].weight, before["net.1.weight"])  # frozen all the time
 
 
+class Late(EvaluatedNet):
+    def on_train_epoch_start(self):
+        self.net[0].requires_grad_(self.current_epoch > 0)
+
+
+def test_weights_that_the_module_freezes_where_its_first_epoch_starts():
+    """Their average began with the initial weights, and without a warm-up where they were released."""
+    fit(net := made(Late), ExponentialMovingAverage(0.99), (seen := Seen()).callback(), max_epochs=3)
+    assert len(seen) == 30
+    assert_average(net, seen, 0.99)
+
+
 def test_weights_that_are_frozen_again_reach_their_value():
     class Freezes(Net):
         def on_train_epoch_start(self):
@@ -224,6 +236,47 @@ def test_tied_weights():
     for name in ("state_dict", "current_model_state"):
         assert torch.equal(state[name]["net.0.weight"], state[name]["net.2.weight"])
     assert not torch.equal(state["state_dict"]["net.0.weight"], state["current_model_state"]["net.0.weight"])
+
+
+def test_layers_that_are_made_in_the_first_step():
+    class Lazy(Net):
+        def build(self):
+            self.net = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.LazyLinear(10))
+
+    fit(net := made(Lazy, optimization="sgd"), EMA(), (seen := Seen()).callback())
+    assert len(seen) == 10
+    assert_average(net, seen)
+
+
+class TwoSteps(torch.optim.SGD):
+    """As sharpness-aware minimization is written: under manual optimization nobody calls its `step`."""
+
+    def second_step(self):
+        torch.optim.SGD(self.param_groups, lr=0.1).step()
+
+
+class SteppedInAnotherWay(EvaluatedNet):
+    def training_step(self, batch, batch_idx):
+        one, other = self.optimizers()
+        self.zero_grad()
+        self.manual_backward(nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+        one.optimizer.second_step()
+        other.step()
+
+    def configure_optimizers(self):
+        return TwoSteps(self.net[0].parameters(), 0.1), torch.optim.SGD(self.net[1:].parameters(), 0.1)
+
+
+def test_what_no_step_is_seen_of_keeps_the_weights_of_training(tmp_path):
+    """They were replaced by the initial ones."""
+    with pytest.warns(UserWarning, match=r"TwoSteps made no step\(\), so what it trains is not averaged"):
+        trainer = fit(module := made(SteppedInAnotherWay, optimization="manual"), EMA(), max_epochs=2)
+    fit(bare := made(SteppedInAnotherWay, optimization="manual"), max_epochs=2)
+    assert torch.equal(module.net[0].weight, bare.net[0].weight)
+    assert not torch.equal(module.net[4].weight, bare.net[4].weight)
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    saved = torch.load(tmp_path / "end.ckpt", weights_only=True)
+    assert torch.equal(saved["state_dict"]["net.0.weight"], bare.net[0].weight)
 
 
 def test_a_combined_optimizer():
@@ -411,6 +464,18 @@ def test_a_file_without_an_average_begins_a_new_one(tmp_path, caplog):
     assert not same(copied(module), copied(bare))
 
 
+def test_another_number_of_steps_between_updates_averages_what_began_late(tmp_path):
+    """Counted in updates, their average would have begun again many steps later."""
+
+    fit(made(Late), EMA(), max_epochs=2).save_checkpoint(tmp_path / "1.ckpt")
+    trained = Hooks(on_train_end=lambda _, module: ended.update(copied(module)))
+    trainer = Trainer(callbacks=[trained, EMA(every_n_steps=5)], **{**QUIET, "max_epochs": 4})
+    ended = {}
+    trainer.fit(net := made(Late), loader(), loader(), ckpt_path=tmp_path / "1.ckpt")
+    for name, value in net.named_parameters():
+        assert not torch.equal(value, ended[name]), name
+
+
 @ignores_test
 @pytest.mark.filterwarnings("ignore:Be aware that when using")
 @pytest.mark.skipif(not hasattr(lightning_callbacks, "EMAWeightAveraging"), reason="Lightning 2.6 brings it")
@@ -490,6 +555,29 @@ def test_load_weights_takes_the_average(tmp_path):
         assert same(copied(module), copied(averaged)), name
     load_weights(module, tmp_path / "beside.ckpt")
     assert same(copied(module), copied(trained))
+
+
+def test_load_weights_takes_what_was_changed_after_the_fit(tmp_path):
+    """Statistics that were computed again, and the average of the best validation."""
+    trainer = fit(module := made(), EMA(), max_epochs=2)
+    torch.optim.swa_utils.update_bn([batch for batch, _ in loader()], module.net)
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    load_weights(loaded := made(), tmp_path / "end.ckpt", ema=True)
+    assert same(copied(loaded), copied(module))
+    trainer = fit(module := made(), EMA(), RestoreBest("loss", "max"), max_epochs=2)
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    load_weights(loaded := made(), tmp_path / "end.ckpt", ema=True)
+    assert same(copied(loaded), copied(module))
+
+
+@pytest.mark.parametrize("evaluate", [True, False])
+def test_load_weights_takes_the_average_of_a_file_with_weights_alone(evaluate, tmp_path):
+    saves = ModelCheckpoint(tmp_path, "{step}", save_weights_only=True)
+    fit(made(), EMA(evaluate=evaluate), saves, enable_checkpointing=True)
+    fit(averaged := made(), EMA())
+    load_weights(module := made(), tmp_path / "step=10.ckpt", ema=True)
+    assert same(copied(module), copied(averaged))
+    assert "optimizer_states" not in torch.load(tmp_path / "step=10.ckpt", weights_only=True)
 
 
 def test_load_weights_takes_float32_of_half_precision(tmp_path):

@@ -123,7 +123,10 @@ def _find_weights(value: Any, key: str | None, budget: Budget) -> tuple[KeyPath,
     if key is AVERAGE:
         for key_path, mark in _AVERAGES.items():
             if key_path in found and mark in value:
-                return key_path, {**found[key_path], **found.get(_REST_OF_AVERAGE, {})}
+                average, rest = found[key_path], found.get(_REST_OF_AVERAGE, {})
+                if "current_model_state" in value:  # the state dict is newer if a module was changed after its fit
+                    rest = {name: one for name, one in rest.items() if _rounds_to(one, average.get(name))}
+                return key_path, {**average, **rest}
         key_paths = _list_key_paths(".".join(path) or "the top" for path in found)
         raise CheckpointError(
             f"a checkpoint without an average of its weights, which are at {key_paths}: leave out ema=True."
@@ -147,6 +150,10 @@ def _find_weights(value: Any, key: str | None, budget: Budget) -> tuple[KeyPath,
         key_paths = _list_key_paths(repr(".".join(path)) for path in found)
         raise CheckpointError(f"a checkpoint with several sets of weights. Choose one with key=: {key_paths}.")
     return next(iter(found.items()))
+
+
+def _rounds_to(finer: torch.Tensor, value: torch.Tensor | None) -> bool:
+    return value is None or torch.equal(finer.to(value), value)
 
 
 def _check_names(tensors: Mapping[str, Any]) -> None:
