@@ -24,7 +24,7 @@ from lightning_tricks.testing import assert_resumable
 from tests.contract.processes import run_and_exit
 from tests.documents.blocks import blocks_of
 from tests.documents.generated import DOCS
-from tests.small import Net, digits, loader
+from tests.small import Hooks, Net, digits, loader
 from tests.testing import projects
 from tests.testing.projects import project, validated
 
@@ -234,6 +234,12 @@ def test_a_mistake_is_named(mistake):
     for words in MISTAKES[mistake]:
         assert words in said[place:], said
         place += said[place:].index(words)
+
+
+def test_a_stop_in_validation_is_named_by_its_numbers():
+    clock = Hooks(on_train_batch_end=lambda _, module, *__: module.log("clock", time.monotonic()))
+    said = failure(lambda folder: validated(folder, clock), stops=2)
+    assert "in epoch 1, batch 9, validation batch 3 of loader 0, resumed at step" in said
 
 
 def test_what_was_not_restored_is_a_warning_where_it_changed_nothing():
