@@ -177,10 +177,12 @@ class _Recorder(TrickCallback):
         """Look at the moment before a batch."""
         self._look(trainer, "")
 
-    def on_validation_batch_start(self, trainer: Any, *args: Any) -> None:
+    def on_validation_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """Look at the moment before a batch."""
         if not trainer.sanity_checking:
-            self._look(trainer, f", validation batch {args[-2]} of loader {args[-1]}")
+            self._look(trainer, f", validation batch {batch_idx} of loader {dataloader_idx}")
 
     def _look(self, trainer: Any, more: str) -> None:
         place = f"epoch {trainer.current_epoch}, batch {trainer.fit_loop.batch_idx}{more}"

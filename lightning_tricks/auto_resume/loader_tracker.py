@@ -23,7 +23,7 @@ from lightning_tricks._lightning_compat.loaders import (
 )
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.text import list_names
-from lightning_tricks._torch_compat.loaders import persistent_iterator
+from lightning_tricks._torch_compat.loaders import num_yielded, persistent_iterator
 from lightning_tricks.auto_resume.core.data.loader_objects import ObjectBaselines, has_persistent_workers
 from lightning_tricks.auto_resume.core.data.tracked_loader import (
     MOVED_KEY,
@@ -199,8 +199,11 @@ class LoaderTracker(Part):
         tracked = [iterator for iterator in iterators if is_tracked(iterator)]
         if len(tracked) != len(self._train):  # none was created, as the epoch was over when the run resumed
             return [loader.state(None) for loader in self._train]
-        pairs = zip(self._train, tracked, strict=True)
-        return [loader.state(iterator, num_prefetched, at_end) for loader, iterator in pairs]
+        yielded, cycles = [num_yielded(iterator) for iterator in tracked], bool(restarted_loaders(self.trainer))
+        done = max(yielded) - num_prefetched  # a loader that ended before the others is not in what was prefetched
+        ahead = [num_prefetched if cycles else max(0, number - done) for number in yielded]
+        pairs = zip(self._train, tracked, ahead, strict=True)
+        return [loader.state(iterator, number, at_end) for loader, iterator, number in pairs]
 
     def _warn_unsaved(self, loader: TrackedDataLoader) -> None:
         """Name what a resumed run will lack of a loader, each thing once."""

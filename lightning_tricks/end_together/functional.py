@@ -24,9 +24,12 @@ def has_certain_length(loader: Any) -> bool:
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
-    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
+    own, batches = type(loader), loader.batch_sampler
+    if own.__iter__ is not DataLoader.__iter__ or own.__len__ is not DataLoader.__len__:
         return False
-    kind = type(loader.sampler)
+    if batches is not None and type(batches) is not BatchSampler:
+        return False
+    kind = type(loader.sampler if batches is None else batches.sampler)
     return issubclass(kind, Sampler) and kind.__module__ in (Sampler.__module__, DistributedSampler.__module__)
 
 

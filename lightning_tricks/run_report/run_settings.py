@@ -98,6 +98,8 @@ def _data_facts(trainer: Trainer) -> Iterator[tuple[str, str]]:
         ("validation", trainer.val_dataloaders, trainer.num_val_batches, trainer.limit_val_batches),
     ):
         total: Any = sum(batches) if isinstance(batches, Sequence) else batches
+        if loaders is None and name == "validation" and trainer.enable_validation:
+            yield "validation batches", "unknown"  # they are loaded where the first validation begins
         if loaders is None or not total:
             continue
         sizes = [sized_len(loader) for loader in CombinedLoader(loaders, "sequential").flattened]

@@ -3,6 +3,7 @@
 import random
 import traceback
 from contextlib import ExitStack
+from itertools import islice
 from types import SimpleNamespace
 
 import pytest
@@ -162,6 +163,16 @@ class OwnOrder(Sampler):
     pass
 
 
+class Leaves(DataLoader):
+    def __iter__(self):
+        return islice(super().__iter__(), 2)
+
+
+class Shorter(DataLoader):
+    def __len__(self):
+        return 2
+
+
 class Items(Dataset):
     def __len__(self):
         return 5
@@ -179,6 +190,9 @@ class Items(Dataset):
         (lambda: DataLoader(Items(), batch_size=None), True),
         (lambda: DataLoader(Items(), batch_sampler=BatchSampler(RandomSampler(range(5)), 2, drop_last=True)), True),
         (lambda: DataLoader(Items(), batch_sampler=Buckets(RandomSampler(range(5)), 2, drop_last=True)), False),
+        (lambda: DataLoader(Items(), batch_sampler=BatchSampler(OwnOrder(), 2, drop_last=True)), False),
+        (lambda: Leaves(Items()), False),
+        (lambda: Shorter(Items()), False),
         (lambda: DataLoader(Items(), sampler=OwnOrder()), False),
         (lambda: DataLoader(Items(), sampler=[1, 2]), False),
         (lambda: DataLoader(Stream()), False),

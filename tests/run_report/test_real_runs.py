@@ -21,7 +21,7 @@ from lightning_tricks import DeviceMonitor, GradientClipping, ImageLogger, RunRe
 from lightning_tricks._shared.report_parts import ClippedSteps, DeviceUse, Pictures
 from lightning_tricks.run_report import find_all, read_record
 from tests.run_report.test_callback import train
-from tests.small import QUIET, EvaluatedNet, Net, digits, loader
+from tests.small import QUIET, EvaluatedNet, Hooks, Net, digits, loader
 
 CONSTANT = "The learning rate was 0.01 in all steps: a schedule"
 
@@ -235,6 +235,18 @@ UNSEEN = {
     "validation after the end": (
         {"check_val_every_n_epoch": 5, "num_sanity_val_steps": 1},
         "Validation never ran: 3 epochs with check_val_every_n_epoch=5 and val_check_interval=1.",
+    ),
+    "validation after the end, without a sanity check": (
+        {"check_val_every_n_epoch": 5},
+        "Validation never ran: 3 epochs with check_val_every_n_epoch=5 and val_check_interval=1.",
+    ),
+    "a monitor that no logger was sent yet": (
+        {
+            "make": lambda optimizer: plateau(optimizer, monitor="norm", interval="step", frequency=5),
+            "callbacks": lambda folder: [Hooks(on_train_batch_end=lambda _, module, *__: module.log("norm", 1.0))],
+            "log_every_n_steps": 50,
+        },
+        None,
     ),
     "validation in time": ({"check_val_every_n_epoch": 3}, None),
     "no validation": ({"limit_val_batches": 0}, None),

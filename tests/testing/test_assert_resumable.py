@@ -16,6 +16,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+from lightning.pytorch.utilities import CombinedLoader
 from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.utils.data import DataLoader
 
@@ -24,7 +25,8 @@ from lightning_tricks.testing import assert_resumable
 from tests.contract.processes import run_and_exit
 from tests.documents.blocks import blocks_of
 from tests.documents.generated import DOCS
-from tests.small import Net, digits, loader
+from tests.end_together.test_callback import Stream
+from tests.small import Hooks, Net, digits, loader
 from tests.testing import projects
 from tests.testing.projects import project, validated
 
@@ -131,6 +133,32 @@ def test_two_ranks(workers):
     assert assert_resumable(make, stops=2).equal_batches == 30
 
 
+def test_three_ranks_that_keep_their_buckets():
+    """Otherwise torch adds the gradients of the first batch after a start in another order."""
+
+    def make(folder):
+        options = {"strategy": "ddp_fork_find_unused_parameters_true", "devices": 3, "max_epochs": 3}
+        trainer, module, *_ = validated(folder, **options)
+        return trainer, module, DataLoader(digits(70), 4, shuffle=True), loader()
+
+    assert assert_resumable(make, stops=1).equal_batches == 54
+
+
+def test_a_stream_that_ends_before_the_other_loader():
+    """Stopped after its end, while the Trainer has fetched a batch that it is not in."""
+
+    class Beside(Net):
+        def training_step(self, batch, batch_idx):
+            stored, streamed = batch
+            pairs = [stored] if streamed is None else [stored, streamed]
+            return super().training_step([torch.cat(parts) for parts in zip(*pairs, strict=True)], batch_idx)
+
+    def data():
+        return CombinedLoader([loader(), DataLoader(Stream(0, [3]), 4)], "max_size")
+
+    assert assert_resumable(lambda folder: project(Beside, data, max_epochs=1), stops=1).equal_batches == 10
+
+
 def test_where_it_stops(tmp_path):
     """Each start, stop and validation batch, as the project sees them."""
     seen = tmp_path / "seen"
@@ -234,6 +262,12 @@ def test_a_mistake_is_named(mistake):
     for words in MISTAKES[mistake]:
         assert words in said[place:], said
         place += said[place:].index(words)
+
+
+def test_a_stop_in_validation_is_named_by_its_numbers():
+    clock = Hooks(on_train_batch_end=lambda _, module, *__: module.log("clock", time.monotonic()))
+    said = failure(lambda folder: validated(folder, clock), stops=2)
+    assert "in epoch 1, batch 9, validation batch 3 of loader 0, resumed at step" in said
 
 
 def test_what_was_not_restored_is_a_warning_where_it_changed_nothing():

@@ -66,7 +66,8 @@ class TargetMean:
         """
         self.is_checked = self._batches & (self._batches - 1) == 0 and not 0 < self._batches < 32
         self._batches += 1
-        self._batch, self._before = self.count(batch), None if begins_window else self.targets
+        self.targets = None if begins_window else self.targets  # at once: a batch may have no loss to rescale by
+        self._batch, self._before = self.count(batch), self.targets
         self._after = self._batch if self._before is None else self._batch + self._before
         self._total = self._after / ranks
         self._sum = torch.distributed.all_reduce(self._total, async_op=True) if ranks > 1 else None

@@ -331,7 +331,7 @@ def monitors(record: RunRecord) -> Iterator[Finding]:
         if not is_known:
             logged = f"Keys that were logged: {list_names(record.logged_keys(), 6)}"
             yield warning(f"{owner} monitors {key!r}, which was never logged: it had no effect. {logged}.")
-        elif steps > values and all(row.kind == "epoch" for row in rows):
+        elif 0 < values < steps and all(row.kind == "epoch" for row in rows):  # without rows, no logger was sent it
             said = f"{owner} decided {steps:,} times by {key!r}, of which there were {values:,} values"
             yield warning(f"{said}: it compared old ones again. Let it decide after each validation alone.")
         elif epochs and record.epochs - 1 - epochs[-1] >= 2 * max(b - a for a, b in pairwise([-1, *epochs])):
