@@ -46,6 +46,15 @@ def equal_on_ranks(trainer: Trainer) -> Callable[[str], bool] | None:
     return lambda name: name not in wrapper.parameters_to_ignore
 
 
+def adds_first_gradients_otherwise(trainer: Trainer) -> bool:
+    """Whether DDP adds the first gradients of a process in another order than later ones, which it puts in new buckets.
+
+    The sum of two does not depend on their order.
+    """
+    model = ddp_wrapper(trainer)
+    return model is not None and trainer.world_size > 2 and (model.static_graph or not model.find_unused_parameters)
+
+
 def stops_at_unused_parameters(trainer: Trainer) -> bool:
     """Whether DDP averages the gradients of this backward pass, and fails if a parameter has none."""
     model = ddp_wrapper(trainer)

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_tricks._callback import TrickCallback
+from lightning_tricks._lightning_compat.ddp import adds_first_gradients_otherwise
 from lightning_tricks._lightning_compat.fit import dump_checkpoint, repeat_epoch_start_hooks
 from lightning_tricks._lightning_compat.flavor import (
     LightningModule,
@@ -84,6 +85,7 @@ ORDER: Mapping[Phase, tuple[str, ...]] = {
     Phase.FIT_END: ("averaging", "rng"),
 }
 _MAX_OF_DATA = 3  # sentences
+_ORDER_OF_SUMS = "the order in which DDP adds the first gradients"
 # Entries of a checkpoint that are not compared, as each save writes new ones
 NOT_COMPARED_ENTRIES = (
     CHECKPOINT_KEY,
@@ -219,6 +221,8 @@ class FitState:
         parts = sorted(self._parts.values(), key=lambda part: part is not self.attributes)
         found = [path for part in parts for path in part.differences(saved, now)]
         found += _differences_from_checkpoint(self._trainer, load_saved)
+        if self._trainer.global_step and not saved.world_size_changed and adds_first_gradients_otherwise(self._trainer):
+            found.append(_ORDER_OF_SUMS)
         recreated_by_hooks = {path for path in now["not_saved"] if path.endswith(IN_THE_FIT)}
         return [*found, *(path for path in saved.rank["not_saved"] if path not in recreated_by_hooks)]
 
@@ -284,7 +288,7 @@ class FitState:
 
 
 def _as_sentences(names: Sequence[str], drawn: Sequence[str], of_data: Sequence[str]) -> list[str]:
-    """Return at most five sentences on what is not as it was saved."""
+    """Return at most six sentences on what is not as it was saved."""
     found = [*of_data]
     if len(found) > _MAX_OF_DATA:
         found[_MAX_OF_DATA - 1 :] = [f"{len(found) - _MAX_OF_DATA + 1} more differences of loaders were found."]
@@ -293,6 +297,12 @@ def _as_sentences(names: Sequence[str], drawn: Sequence[str], of_data: Sequence[
             f"these attributes had other values in the stopped run: {list_names(drawn, 5)}. They come from "
             "random numbers without a seed, or from code or arguments that have changed. Call seed_everything before "
             "the module is created, or keep them in a state_dict, as register_buffer does."
+        )
+    if _ORDER_OF_SUMS in names:
+        names = [name for name in names if name != _ORDER_OF_SUMS]
+        found.append(
+            "torch's DDP adds the first gradients of each start in another order, so their last bits may differ from "
+            "those of an uninterrupted run. find_unused_parameters=True keeps the order, and takes more time."
         )
     if names:
         found.append(

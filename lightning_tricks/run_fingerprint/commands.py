@@ -44,7 +44,7 @@ def _diff(arguments: argparse.Namespace) -> int:
 
     first, second = read_record(arguments.A), read_record(arguments.B)
     if first.header.rank != second.header.rank:
-        return _show_ranks(arguments, {"": compare_ranks([first, second])})
+        return _show_ranks(arguments, {f"{arguments.A}": compare_ranks([first, second])})
     is_rank_alone = first.header.rank > 0
     comparison = compare(*([first], [second]) if is_rank_alone else (read_ranks(arguments.A), read_ranks(arguments.B)))
     if arguments.json:
@@ -67,6 +67,10 @@ def _ranks(arguments: argparse.Namespace) -> int:
 
 
 def _show_ranks(arguments: argparse.Namespace, runs: Mapping[str, RankComparison]) -> int:
+    from lightning_tricks.run_fingerprint.core.record import FingerprintRecordError
+
+    if not any(any(run.compared.values()) for run in runs.values()):
+        raise FingerprintRecordError(f"{' and '.join(runs)}: the ranks have no row in common, nothing was compared.")
     if arguments.json:
         write_json({path: {"found": run.found, "compared": run.compared} for path, run in runs.items()})
     for path, run in runs.items() if not arguments.json else ():

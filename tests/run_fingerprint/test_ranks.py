@@ -393,6 +393,13 @@ def test_two_runs_are_compared_rank_by_rank_and_rates_are_named(tmp_path, capsys
     assert main(["fingerprint", "ranks", str(tmp_path / "a"), "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out).values()
     assert found == {"found": {}, "compared": {"data": 32, "rate": 32, "replicated": 33}}
+    cut = tmp_path / "b" / "run.rank1.jsonl"
+    cut.write_text(cut.read_text().partition("\n")[0] + "\n")
+    for command in (["ranks", str(tmp_path / "b")], ["diff", str(tmp_path / "b" / "run.jsonl"), str(cut)]):
+        with pytest.raises(SystemExit) as left:
+            main(["fingerprint", *command])
+        assert left.value.code == 2
+        assert "run.jsonl: the ranks have no row in common, nothing was compared" in capsys.readouterr().err
 
 
 # -- batches that come again

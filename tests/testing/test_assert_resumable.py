@@ -8,6 +8,7 @@ import sys
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -133,15 +134,17 @@ def test_two_ranks(workers):
     assert assert_resumable(make, stops=2).equal_batches == 30
 
 
-def test_three_ranks_that_keep_their_buckets():
-    """Otherwise torch adds the gradients of the first batch after a start in another order."""
+def test_three_ranks():
+    """They add the first gradients of a start in another order, unless they look for unused parameters."""
 
-    def make(folder):
-        options = {"strategy": "ddp_fork_find_unused_parameters_true", "devices": 3, "max_epochs": 3}
-        trainer, module, *_ = validated(folder, **options)
+    def make(strategy, folder):
+        trainer, module, *_ = validated(folder, strategy=strategy, devices=3, max_epochs=2)
         return trainer, module, DataLoader(digits(70), 4, shuffle=True), loader()
 
-    assert assert_resumable(make, stops=1).equal_batches == 54
+    assert assert_resumable(partial(make, "ddp_fork_find_unused_parameters_true"), stops=1).equal_batches == 36
+    with pytest.raises(AssertionError, match="DDP adds the first gradients of each start in another order") as caught:
+        assert_resumable(partial(make, "ddp_fork"), stops=1)
+    assert "gradient" in str(caught.value).partition("\n")[2].partition("\n")[0]
 
 
 def test_a_stream_that_ends_before_the_other_loader():
