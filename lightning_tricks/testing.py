@@ -27,7 +27,7 @@ from lightning_tricks._shared.patterns import as_patterns
 from lightning_tricks._shared.rng import capture_rng_state, isolated_rng, seed_global_rngs
 from lightning_tricks._shared.tensors import replace_tensors
 from lightning_tricks._shared.text import list_names
-from lightning_tricks._torch_compat.forks import allow_forked_ranks
+from lightning_tricks._torch_compat.distributed import allow_forked_ranks
 from lightning_tricks.auto_resume import AutoResume
 from lightning_tricks.auto_resume.core.attributes.encoding import differing_paths
 from lightning_tricks.auto_resume.fit_state import NOT_COMPARED_ENTRIES

@@ -1,10 +1,12 @@
-"""The store through which the processes of torch.distributed have found each other."""
+"""What torch knows of other processes: the store by which ranks have found each other, and the one before a fork."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from lightning_tricks._torch_compat.guards import needs_private
+import torch
+
+from lightning_tricks._torch_compat.guards import needs_private, set_private
 
 
 @needs_private("RunFingerprint")
@@ -14,3 +16,10 @@ def store_of_ranks(prefix: str) -> Any:
 
     untyped: Any = distributed_c10d
     return untyped.PrefixStore(prefix, untyped._get_default_store())
+
+
+def allow_forked_ranks() -> None:
+    """Let a fork start ranks by forks on a machine without a GPU, although the process before it has looked for one."""
+    if not torch.cuda.is_available():
+        with needs_private("assert_resumable"):
+            set_private(torch.cuda, _is_in_bad_fork=lambda: False)

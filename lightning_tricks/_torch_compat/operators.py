@@ -1,4 +1,4 @@
-"""Operators below autograd, and the modes that see them."""
+"""Operators below autograd, the modes that see them, and tensors without data, on which they compute shapes alone."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ with needs_private(_USERS):
     from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
+with needs_private("FlopsReport or ModelReport"):
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 __all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
     "HigherOrderOperator",
     "OpOverload",
     "OpOverloadPacket",
     "TorchDispatchMode",
     "argument_names",
     "is_composite",
+    "mark_as_parameter",
     "reshaped_as_new",
     "without_dispatch_modes",
 ]
@@ -46,3 +51,8 @@ def reshaped_as_new(tensor: Tensor, shape: torch.Size) -> Tensor:
     """
     reshaped: Tensor = torch.ops.aten._unsafe_view(tensor, shape)
     return reshaped
+
+
+def mark_as_parameter(tensor: FakeTensor) -> None:
+    """Let `isinstance(tensor, nn.Parameter)` hold."""
+    tensor._is_param = True

@@ -6,8 +6,7 @@ from functools import partial
 from typing import Any
 
 from lightning_tricks._callback import TrickCallback
-from lightning_tricks._lightning_compat.first_validation import validate_unseen
-from lightning_tricks._lightning_compat.fit import call_after_train_hook
+from lightning_tricks._lightning_compat.fit import call_after_train_hook, validate_unseen
 from lightning_tricks._lightning_compat.flavor import (
     Checkpoint,
     EarlyStopping,

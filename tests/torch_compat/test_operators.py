@@ -12,7 +12,7 @@ from torch.optim import SGD
 from torch.optim import lr_scheduler as lrs
 from torch.utils.checkpoint import checkpoint
 
-from lightning_tricks._torch_compat import fake_tensors, foreach, operators, optimizers, tensors
+from lightning_tricks._torch_compat import foreach, operators, optimizers, tensors
 from lightning_tricks._torch_compat.gradients import observing_clipping, observing_cut_checkpoints
 
 ATEN = torch.ops.aten
@@ -92,10 +92,10 @@ def test_a_mode_sees_operators_and_can_be_left():
 
 
 def test_tensors_without_data():
-    mode = fake_tensors.FakeTensorMode(allow_non_fake_inputs=True)
-    fake = fake_tensors.FakeTensor(mode, torch.empty(2, device="meta"), torch.device("cpu"))
+    mode = operators.FakeTensorMode(allow_non_fake_inputs=True)
+    fake = operators.FakeTensor(mode, torch.empty(2, device="meta"), torch.device("cpu"))
     assert not isinstance(fake, nn.Parameter)
-    fake_tensors.mark_as_parameter(fake)
+    operators.mark_as_parameter(fake)
     assert isinstance(fake, nn.Parameter)
     assert fake.device.type == "cpu"
 
@@ -188,8 +188,8 @@ IMPORTED = {
     "torch._ops.OpOverloadPacket": operators,
     "torch.utils._python_dispatch.TorchDispatchMode": operators,
     "torch.utils._python_dispatch._disable_current_modes": operators,
-    "torch._subclasses.fake_tensor.FakeTensor": fake_tensors,
-    "torch._subclasses.fake_tensor.FakeTensorMode": fake_tensors,
+    "torch._subclasses.fake_tensor.FakeTensor": operators,
+    "torch._subclasses.fake_tensor.FakeTensorMode": operators,
 }
 
 

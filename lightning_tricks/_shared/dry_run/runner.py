@@ -22,8 +22,8 @@ from lightning_tricks._shared.dry_run.trainer_stub import ReadOnlyTrainer, stub_
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.tensors import is_sharded, tensors_in
 from lightning_tricks._shared.text import describe_error, where_raised
-from lightning_tricks._torch_compat.fake_tensors import FakeTensor, FakeTensorMode, mark_as_parameter
 from lightning_tricks._torch_compat.modules import is_batch_norm
+from lightning_tricks._torch_compat.operators import FakeTensor, FakeTensorMode, mark_as_parameter
 
 T = TypeVar("T")
 Action = Callable[[nn.Module, ModelCall], T]
