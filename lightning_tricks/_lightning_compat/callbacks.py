@@ -27,9 +27,12 @@ if TYPE_CHECKING:
 @needs_private("AutoResume")
 def allow_existing_config(trainer: Trainer) -> None:
     """Let LightningCLI accept a directory that has its config, as if it had saved it there."""
+    # Not imported here: whoever runs a LightningCLI has done so, and it loads jsonargparse, which other runs may lack.
     cli = sys.modules.get(f"{LIGHTNING}.cli")
     for callback in callbacks_of(trainer):
         if cli is not None and isinstance(callback, cli.SaveConfigCallback):
+            # Else `SaveConfigCallback.setup` (cli.py) raises an error where it finds the config that the first start
+            # wrote.
             set_private(callback, already_saved=True)
 
 
@@ -42,6 +45,8 @@ def restore_swa_scheduler(trainer: Trainer, swa: StochasticWeightAveraging) -> N
 
     with needs_private("AutoResume"):
         state = swa._scheduler_state
+        # Lightning 2.6.6 (stochastic_weight_avg.py, `on_train_epoch_start`) makes it up to `swa_end` only: in the epoch
+        # for batch statistics there would be none, and the next save would lose its state.
         if state is None or swa._swa_scheduler is not None:
             return
         optimizer = trainer.optimizers[0]
@@ -53,13 +58,15 @@ def restore_swa_scheduler(trainer: Trainer, swa: StochasticWeightAveraging) -> N
             swa.n_averaged = torch.tensor(swa._init_n_averaged)
         for group, values in zip(optimizer.param_groups, before, strict=True):
             group.update(values)  # a new scheduler sets the learning rate
+        # `on_fit_start` emptied this list, as the state of a SWALR does not fit the user's scheduler (#11665).
         trainer.lr_scheduler_configs.append(LRSchedulerConfig(scheduler))
 
 
 @needs_private("AutoResume")
 def averaged_models(trainer: Trainer) -> list[Any]:
     """Return the averaged models that callbacks of the type WeightAveraging hold and save; None before they do."""
-    averaging = getattr(import_lightning("pytorch.callbacks"), "WeightAveraging", ())  # since Lightning 2.6
+    # Since Lightning 2.6.0 (#20545); an empty tuple lets `isinstance` find none in an older one.
+    averaging = getattr(import_lightning("pytorch.callbacks"), "WeightAveraging", ())
     callbacks: list[Any] = [callback for callback in callbacks_of(trainer) if isinstance(callback, averaging)]
     return [callback._average_model for callback in callbacks]
 
@@ -67,6 +74,8 @@ def averaged_models(trainer: Trainer) -> list[Any]:
 @needs_private("AutoResume")
 def restore_swa_max_epochs(trainer: Trainer, swa: StochasticWeightAveraging) -> None:
     """Undo the epoch that weight averaging adds for batch statistics, in a fit that had ended and was not trained."""
+    # `on_fit_start` adds the epoch each time, `on_train_end` takes it away only behind it; since 2.6.1 (#21396) none is
+    # added with `max_epochs=-1`.
     if swa._model_contains_batch_norm and swa._max_epochs != -1:
         trainer.fit_loop.max_epochs = swa._max_epochs
 
@@ -80,6 +89,8 @@ def capture_lottery_tickets(callback: ModelPruning) -> dict[str, Any]:
 
     A reset lets the parameter use the memory of its ticket, which from then on is trained as well.
     """
+    # `_copy_param` (callbacks/pruning.py) sets `dst.data = src.data.to(device)`, no copy on the same device: saved
+    # apart, ticket and parameter would be two tensors after a resume, and the ticket would stand still.
     pairs = _tickets_with_parameters(callback)
     return {name: None if kept.data_ptr() == used.data_ptr() else kept.detach() for name, (kept, used) in pairs}
 
@@ -102,6 +113,8 @@ def _tickets_with_parameters(callback: ModelPruning) -> Iterator[tuple[str, tupl
     for layer in layers.values():
         for number, name in layer["names"]:
             module = callback._parameters_to_prune[number][0]
+            # torch.nn.utils.prune renames what it masks to `<name>_orig`, and leaves a product that is no parameter at
+            # the name.
             parameter = getattr(module, f"{name}_orig", getattr(module, name))
             ticket = getattr(layer["data"], name)
             if isinstance(parameter, Tensor) and isinstance(ticket, Tensor):
@@ -145,5 +158,7 @@ def providing_flops_per_batch(
 
 def reset_module_flops(monitor: ThroughputMonitor) -> None:
     """Let a ThroughputMonitor check again whether the module has `flops_per_batch`; before 2.6.1 it always checks."""
+    # Since 2.6.1 (#21453) the answer is kept for all modules: another one without the attribute would be an
+    # AttributeError.
     if hasattr(monitor, "_module_has_flops"):
         monitor._module_has_flops = None

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from lightning_tricks._lightning_compat.flavor import CheckpointIO, ModelCheckpoint, Strategy, Trainer
 
 
+# `ModelCheckpoint.state_dict` lacks the first two, `load_state_dict` drops the third (2.6.6): a resumed run would save
+# a step twice (`_should_skip_saving_checkpoint`), or write `last.ckpt` whole where it is to be a link.
 _STATE_ATTRIBUTES = ("_last_global_step_saved", "_last_checkpoint_saved", "current_score")
+# A save that is due and waits for the metrics of the next validation (#21106); a resumed run would leave it out.
 _STATE_ATTRIBUTES_SINCE_2_5_5 = ("_defer_save_until_validation",)
 
 
@@ -65,11 +68,13 @@ def value_in_checkpoint(path: str | os.PathLike[str], key: str) -> Any:
     if not file.is_file():
         return None
     try:
+        # Mapped: the weights of a large file are not read for one value. RuntimeError: files that cannot be mapped.
         return torch.load(file, map_location="cpu", weights_only=True, mmap=True).get(key)
     except (pickle.UnpicklingError, RuntimeError):
         return None
 
 
+# The first is that of Lightning's `_WrappingCheckpointIO` (AsyncCheckpointIO), the second that of this package's.
 _INNER_NAMES = ("_checkpoint_io", "inner")  # the attributes in which a CheckpointIO may hold the one that it wraps
 
 
@@ -99,6 +104,7 @@ def checkpoint_io_inserted(
     try:
         yield
     finally:
+        # Looked for anew: others may have wrapped it since, and putting back what was found before would drop theirs.
         for owner, name, checkpoint_io in _slots(strategy):
             if checkpoint_io is inserted:
                 inner = _inner_name(inserted)
@@ -108,6 +114,8 @@ def checkpoint_io_inserted(
 @needs_private("AutoResume or CheckpointRemapping", KeyError)
 def _slots(strategy: Strategy) -> list[tuple[Any, str, Any]]:
     """Return for each CheckpointIO the object that holds it, the name of the attribute, and the CheckpointIO."""
+    # The property makes a TorchCheckpointIO when it is first read (strategies/strategy.py); the attribute is None
+    # before.
     _ = strategy.checkpoint_io  # creates the innermost one
     slots: list[tuple[Any, str, Any]] = [(strategy, "_checkpoint_io", vars(strategy)["_checkpoint_io"])]
     while (name := _inner_name(slots[-1][2])) is not None:
@@ -138,6 +146,8 @@ def checkpoint_contents_changed(
             loaded, on each rank.
     """
     with needs_private("TrainableCheckpoint"):
+        # Neither a hook nor a CheckpointIO would do: callbacks' hooks come before the module's own `on_save_checkpoint`
+        # (`dump_checkpoint`), and ModelParallelStrategy writes and reads shards past the CheckpointIO.
         connector: Any = trainer._checkpoint_connector
         dump, restore = connector.dump_checkpoint, connector.restore_model
 

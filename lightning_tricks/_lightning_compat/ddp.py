@@ -37,12 +37,14 @@ def equal_on_ranks(trainer: Trainer) -> Callable[[str], bool] | None:
     """
     from lightning_tricks._lightning_compat.flavor import DDPStrategy
 
+    # With tensor parallelism `num_replicas` counts groups of ranks, each of which trains on one batch.
     wrapper, sampled = ddp_wrapper(trainer), getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
     share_gradients = wrapper is not None or not isinstance(trainer.strategy, DDPStrategy)
     if not (share_gradients and sampled.get("num_replicas") == trainer.world_size > 1):
         return None
     if wrapper is None or model_averager(trainer) is not None:
         return lambda name: False
+    # Those of `_ddp_params_and_buffers_to_ignore`, which torch's DDP neither broadcasts nor averages.
     return lambda name: name not in wrapper.parameters_to_ignore
 
 
@@ -52,6 +54,8 @@ def adds_first_gradients_otherwise(trainer: Trainer) -> bool:
     The sum of two does not depend on their order.
     """
     model = ddp_wrapper(trainer)
+    # torch 2.15 (c10d/reducer.hpp, `should_rebuild_buckets`): once, after the first backward pass, buckets are filled
+    # anew in the order in which gradients became ready, unless unused parameters are looked for.
     return model is not None and trainer.world_size > 2 and (model.static_graph or not model.find_unused_parameters)
 
 
@@ -61,6 +65,7 @@ def stops_at_unused_parameters(trainer: Trainer) -> bool:
     if model is None:
         return False
     with needs_private(_USERS):
+        # torch: "Expected to have finished reduction in the prior iteration", in the next forward pass.
         return bool(model.require_backward_grad_sync and not model.find_unused_parameters and not model.static_graph)
 
 
@@ -74,6 +79,8 @@ def rewrap_ddp(trainer: Trainer) -> None:
 
     strategy = trainer.strategy
     if isinstance(strategy, DDPStrategy) and ddp_wrapper(trainer) is not None:
+        # The reducer lists parameters in its constructor: one that is unfrozen later is averaged by nobody, and ranks
+        # drift apart in silence (Lightning #20340). `configure_ddp` takes an unwrapped module alone.
         strategy.model = trainer.lightning_module
         strategy.configure_ddp()
 
@@ -103,6 +110,7 @@ def gradients_kept_apart(
 
     with overriding(
         strategy,
+        # `DDPStrategy.setup` calls it in each fit; without the wrapper, no gradient is sent.
         configure_ddp=lambda: None,
         lightning_module_state_dict=lightning_module_state_dict,
         optimizer_state=lambda optimizer: whole_state(state(optimizer)),
@@ -121,6 +129,7 @@ class _Zeros(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
+        # One number for a whole parameter: hooks of the reducer need a gradient to come, not its memory.
         return tuple(torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.like)
 
 
@@ -129,6 +138,7 @@ def backward_of_zeros(trainer: Trainer) -> Tensor:
     module = trainer.lightning_module
 
     def zero() -> Tensor:
+        # A backward pass through the others would make gradients of zeros, by which an optimizer would decay weights.
         parameters = [parameter for parameter in module.parameters() if parameter.grad is not None]
         result: Tensor = _Zeros.apply(*parameters)
         return result
@@ -140,6 +150,7 @@ def synchronize_buffers(trainer: Trainer) -> None:
     """Let all ranks have the buffers of rank zero, where DDP would see to it in the next forward pass."""
     wrapper = ddp_wrapper(trainer)
     if wrapper is not None and wrapper.require_forward_param_sync:
+        # Else torch (`_post_forward`) prepares for a backward pass that does not come, and the next forward pass fails.
         with wrapper.no_sync():
             _in_forward_of_ddp(trainer, lambda: torch.zeros(()))
 
@@ -148,6 +159,8 @@ def _in_forward_of_ddp(trainer: Trainer, function: Callable[[], Tensor]) -> Tens
     module, wrapper = trainer.lightning_module, ddp_wrapper(trainer)
     if wrapper is None:
         return function()
+    # `_ForwardRedirection` (strategies/strategy.py) leaves `forward` in the module itself after a step, and
+    # `overriding` takes it away.
     left_by_lightning = {name: value for name, value in vars(module).items() if name == "forward"}
     with overriding(module, forward=function):
         result: Tensor = wrapper()

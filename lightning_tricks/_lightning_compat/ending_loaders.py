@@ -59,11 +59,16 @@ def _set_up(
         now: Any = getattr(loop, limits, None)
     if combined is None:
         return
+    # Validations of a fit keep their loaders, and `setup_data` returns early: their limits have been shared before.
     if now is not before:  # new loaders of an evaluation
         set_private(loop, **{limits: end.shortest(now, is_certain=True)})
     kind = type(combined)
     if not hasattr(kind, "fetch_own"):
+        # Python looks up `__iter__` and `__next__` in the class; another object in its place would not be the one that
+        # hooks hold.
         combined.__class__ = _ending_class(kind, end, is_certain)
+        # A weak reference, as the stack lives as long as the run, and a loader that was reloaded would keep its
+        # workers.
         stack.callback(_restore_class, ref(combined), kind)
 
 
@@ -115,6 +120,7 @@ def _ending_class(kind: Any, end: Any, is_certain: Callable[[Any], bool]) -> typ
                 return super().__next__()
             except StopIteration:
                 return None, 0, len(self.flattened)
+            # The others wait in `compare`: without a word they would hang until the process group times out.
             except Exception:
                 end.compare(-1)
                 raise

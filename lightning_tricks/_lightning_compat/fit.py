@@ -29,6 +29,8 @@ class ToldBeforeLoggers:
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; `_attach_model_logging_functions` of the Trainer sets `log`."""
         super().__setattr__(name, value)
+        # Lightning 2.6.6 (trainer/trainer.py, `_run`) attaches it before `prepare_data` and before `_call_setup_hook`
+        # reads `logger.experiment`, which makes directories, and deletes the rows of a CSVLogger.
         if name == "log":
             module = value.__self__
             if module.trainer.state.fn == TrainerFn.FITTING and not is_tuning(module.trainer):
@@ -45,12 +47,14 @@ def override_resume_checkpoint(
     Trainer, or None, and returns another path with the checkpoint that it read there, or None to keep what was given.
     """
     with needs_private("AutoResume"):
+        # As `resume_start` does with what it reads: a checkpoint of an older Lightning would lack entries.
         migrate_checkpoint = import_lightning("pytorch.utilities.migration.utils")._pl_migrate_checkpoint
         connector: Any = trainer._checkpoint_connector
         resume_start = connector.resume_start
     override = ExitStack()
 
     def resume_selected(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
+        # First of all, as the function may use the Trainer, and an error must not leave the override to later runs.
         override.close()
         choice = select_checkpoint(checkpoint_path)
         if choice is None:
@@ -70,6 +74,7 @@ def override_resume_checkpoint(
 def dump_checkpoint(trainer: Trainer) -> dict[str, Any]:
     """Return what `Trainer.save_checkpoint` would write, with plain states; every rank has to call it."""
     with plain_states(trainer.strategy):
+        # Given, as Lightning since 2.6 logs a line if it is not.
         checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     return checkpoint
 
@@ -85,6 +90,8 @@ def repeat_epoch_start_hooks(trainer: Trainer) -> None:
 @needs_private("AutoResume")
 def num_batches_done(trainer: Trainer) -> int:
     """Return how many batches of the epoch that runs are done."""
+    # `completed` is counted after the hooks of the batch's end (training_epoch_loop.py, `advance`), in which this is
+    # asked.
     return int(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
 
 
@@ -116,6 +123,7 @@ def slurm_requeue_signal(trainer: Trainer) -> str | None:
 def is_tuning(trainer: Trainer) -> bool:
     """Whether the Trainer's `Tuner` runs, which looks for a learning rate or a batch size and then leaves the fit."""
     finders: list[Any] = _finders(trainer)
+    # Set by tuner/tuning.py, and by nobody else, on the callback that it adds to the Trainer for the search.
     return any(finder._early_exit for finder in finders)
 
 
@@ -124,6 +132,8 @@ def disable_finders(trainer: Trainer) -> Iterator[None]:
     """Keep callbacks from looking for a learning rate or a batch size once more, until the context is left."""
     with ExitStack() as stack:
         for finder in _finders(trainer):
+            # Where they search: a resumed fit would be trained for some steps, and have another learning rate at the
+            # end.
             stack.enter_context(overriding(finder, on_fit_start=lambda *_: None))
         yield
 
@@ -139,6 +149,8 @@ def _finders(trainer: Trainer) -> list[Callback]:
 @needs_private("AutoResume")
 def skip_sanity_check(trainer: Trainer) -> None:
     """Let the fit that is about to run begin without a sanity check, as a restored fit does."""
+    # What `_run_sanity_check` (trainer/trainer.py) asks: the run had its check at its start, and callbacks would count
+    # another.
     set_private(trainer.fit_loop.epoch_loop.val_loop, _restarting=True)
 
 
@@ -148,9 +160,13 @@ def clear_restart_flags(trainer: Trainer) -> None:
     fit = trainer.fit_loop
     parts = (fit.epoch_loop.automatic_optimization, fit.epoch_loop.manual_optimization)
     for loop in (fit, fit.epoch_loop, fit.epoch_loop.val_loop, *parts):
+        # Past the property: with `max_steps`, that of FitLoop (loops/fit_loop.py, `restarting`) turns False into True.
         set_private(loop, _restarting=False, _loaded_from_state_dict=False)
+        # While it is set, `on_run_start` of an epoch makes no iterators (#20775).
         if _FLAG_SINCE_2_5_3 in vars(loop):
             set_private(loop, **{_FLAG_SINCE_2_5_3: False})
+    # A memory of its own beside the flags: `reset` of the epoch's loop (training_epoch_loop.py) would count the last
+    # batch as completed once more.
     for loop in (fit.epoch_loop, fit.epoch_loop.val_loop):
         loop.reset_restart_stage()
 
@@ -188,6 +204,8 @@ def call_after_teardown(trainer: Trainer, function: Callable[[], None]) -> None:
     A Trainer that raises is torn down, too, after `on_exception` of all callbacks and the end of its loggers.
     """
     with needs_private("AutoResume"):
+        # Its teardown is the last thing in `Trainer._teardown`, which `_call_and_handle_interrupt` (trainer/call.py)
+        # also calls after an error; a process that is left earlier would have Lightning's handlers.
         signals: Any = trainer._signal_connector
         teardown = signals.teardown
     override = ExitStack()
@@ -206,6 +224,7 @@ def closed_on_exception(trainer: Trainer, stack: ExitStack) -> Iterator[None]:
 
     For modules: Lightning calls their `teardown` only after a fit that ends.
     """
+    # Asked in `_interrupt` (trainer/call.py) behind the callbacks and the datamodule; a module has no `on_exception`.
     strategy = trainer.strategy
     on_exception = strategy.on_exception
 
@@ -227,6 +246,8 @@ def validate_unseen(trainer: Trainer, unaware: Iterable[Callback], around: Calla
         around: Makes a context manager of the loaders, in which the validation runs.
     """
     loop: Any = trainer.fit_loop.epoch_loop.val_loop
+    # Left as they are then, they would count this validation as the first one of the epoch: loaders would be reloaded
+    # an epoch later, and loggers would get the values of batches under other steps.
     before = {name: getattr(loop, name) for name in ("_combined_loader", "_max_batches", "_last_val_dl_reload_epoch")}
     before["_seen_batches_per_dataloader"] = loop._seen_batches_per_dataloader.copy()
     progress = loop.batch_progress.state_dict()

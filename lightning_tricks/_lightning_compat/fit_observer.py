@@ -90,6 +90,8 @@ class _ObservedLoops:
                 {name: getattr(owner, name) for name in methods}  # looked up before they are overridden
                 for owner, methods in self.overrides()
             ]
+        # Whether `on_advance_start` runs: it calls `setup_data` first and the epoch's hooks next, with nothing to
+        # override in between (loops/fit_loop.py).
         self._in_advance_start = False
         self._seen_validation_loader: Any = None
 
@@ -125,12 +127,15 @@ class _ObservedLoops:
     def _load_combined_loader_states(self) -> None:
         parts = _parts_of(_combined_loader(self._fit))
         epoch = self._observer.sampler_epoch(self._fit.epoch_progress.current.processed)
+        # Lightning does so in `on_advance_start`, after the first iterators are made: in a resumed run, these would
+        # draw the order of another epoch.
         for part in parts:
             self._set_sampler_epoch(part, epoch)
         self._observer.on_train_loaders_ready(parts, all(self._sized_len(part) is not None for part in parts))
         self._plain_fit["_load_combined_loader_states"]()
 
     def _setup_train_data(self) -> None:
+        # The condition on which `setup_data` returns early, as it tells nobody whether it did anything.
         is_due = _combined_loader(self._fit) is None or _reloads(self._fit, "_should_reload_train_dl")
         with self._created_in_its_epoch("training") if is_due else nullcontext():
             self._plain_fit["setup_data"]()
@@ -140,6 +145,8 @@ class _ObservedLoops:
     @contextmanager
     def _created_in_its_epoch(self, kind: str) -> Iterator[None]:
         """Let `trainer.current_epoch` be the one in which loaders were created first, while they are created."""
+        # `train_dataloader` may read `trainer.current_epoch`, for a seed or a curriculum, and is called in a later
+        # epoch by a resumed run.
         progress = self._fit.epoch_progress.current
         epoch = progress.completed  # which `current_epoch` returns
         progress.completed = self._observer.before_loaders_created(kind, epoch)
@@ -171,6 +178,7 @@ class _ObservedLoops:
             self._plain_epoch["reset"]()  # it would take the restored position for the middle of a step
 
     def _on_run_start(self, fetcher: Any) -> None:
+        # From the second epoch on, `on_run_start` makes the iterators, which draws from torch's global generator.
         self._observer.before_epoch_iterators()
         self._plain_epoch["on_run_start"](fetcher)
         self._observer.before_first_batch(lambda: self._plain_epoch["on_advance_end"](fetcher))

@@ -59,10 +59,13 @@ if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import LRSchedulerConfig as LRSchedulerConfig
     from lightning.pytorch.utilities.warnings import PossibleUserWarning as PossibleUserWarning
 
+# Two packages of the same code with classes of their own: a Trainer of one refuses callbacks and modules of the other,
+# with "Expected a parent" (Lightning #17485).
 LIGHTNING = lightning_name()
 PACKAGE = LIGHTNING.partition(".")[0]
 OTHER = next(name for name in FABRIC if name != LIGHTNING)
 
+# Looked up when a name is used (PEP 562): some of these modules take long to import, or lack what they need.
 _HOMES = {  # as above, for those that run
     "fabric.plugins": ("CheckpointIO",),
     "fabric.utilities.cloud_io": ("get_filesystem",),

@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     from lightning_tricks._lightning_compat.flavor import LightningDataModule, LightningModule, Trainer
 
 
+# `save_hyperparameters` (utilities/parsing.py) makes the second as a deep copy, which loggers get and `hparams` does
+# not show: a change has to be made in both.
 SAVED_IN = ("_hparams", "_hparams_initial")  # the attributes of a module
+# In a file they name code that Lightning before 2.6.6 imports and calls (#21832, #21914), so they are never arguments.
 CLASS_PATH, INSTANTIATOR = "_class_path", "_instantiator"  # what LightningCLI adds to the arguments
 
 

@@ -37,12 +37,14 @@ def _counts(part: Any) -> dict[str, Any]:
 def _progresses(trainer: Trainer) -> list[Any]:
     loop: Any = trainer.fit_loop.epoch_loop
     automatic, manual = loop.automatic_optimization, loop.manual_optimization
+    # `global_step` is the first with automatic, the second with manual optimization (training_epoch_loop.py).
     return [automatic.optim_progress, manual.optim_step_progress, loop.scheduler_progress]
 
 
 @needs_private("SpikeGuard or Microbatching")
 def ends_step(trainer: Trainer) -> bool:
     """Whether the batch that is processed, or was just done, is the last one of those of an optimizer step."""
+    # Manual optimization ignores `accumulate_grad_batches`: each batch is one by itself.
     return not (trainer.lightning_module.automatic_optimization and trainer.fit_loop.epoch_loop._should_accumulate())
 
 
@@ -55,6 +57,8 @@ def is_without_steps(trainer: Trainer) -> bool:
 @needs_private("SpikeGuard")
 def hook_setter(trainer: Trainer) -> Callable[[], None]:
     """Return a function that lets the module be in the hook of now again, after an error within another one."""
+    # Lightning (trainer/call.py) sets the name before a hook and puts the last one back after it, but not where the
+    # hook raises: `log` would then be refused, or be taken for that of another hook.
     module: Any = trainer.lightning_module
     return partial(set_private, module, _current_fx_name=module._current_fx_name)
 
@@ -83,6 +87,7 @@ def around_steps(
     with ExitStack() as stack:
         with needs_private("SpikeGuard"):
             loop: Any = trainer.fit_loop.epoch_loop
+            # Schedulers with `frequency` follow the number of the batch, which counts batches that were left out too.
             plain, connector = loop._update_learning_rates, trainer._logger_connector
             update_loggers = connector.update_train_step_metrics
 

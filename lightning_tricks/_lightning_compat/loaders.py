@@ -43,6 +43,8 @@ def transferred_batches(module: LightningModule | None, loader: Any, device: tor
                 batch = module.transfer_batch_to_device(module.on_before_batch_transfer(batch, 0), device, 0)
                 batch = module.on_after_batch_transfer(batch, 0)
             except RuntimeError as error:
+                # `LightningModule.trainer` (core/module.py) raises a RuntimeError of its own, which has no class to
+                # tell it by.
                 if "is not attached to a" not in str(error):
                     raise
                 raise RuntimeError(
@@ -75,6 +77,7 @@ def predict_loaders_prepared(
     """
     with needs_private("PredictionWriter"):
         loop: Any = trainer.predict_loop
+        # Before `run` makes iterators of them: a sampler that is replaced later would not be asked.
         setup_data = loop.setup_data
         loop._combined_loader  # noqa: B018  # it has to be there
 
@@ -98,6 +101,9 @@ def batch_sampler_replaced(loader: Any, replace: Callable[[Any], Any]) -> Iterat
     """
     with needs_private("PredictionWriter"):
         kind = import_lightning("pytorch.overrides.distributed")._IndexBatchSamplerWrapper
+        # Lightning wraps the sampler of a prediction to know its indices (utilities/data.py); inside of that it is
+        # replaced, since a DataLoader refuses another `batch_sampler` once it is made (torch's dataloader.py,
+        # `__setattr__`).
         wrapper = getattr(loader, "batch_sampler", None)
         sampler = wrapper._batch_sampler if isinstance(wrapper, kind) else None
     if sampler is None:
@@ -127,6 +133,8 @@ def empty_train_loaders(trainer: Trainer, loaders: Any = None) -> list[int]:
         loaders: What the user gave; None for what the Trainer has.
     """
     combined: Any = trainer.fit_loop._combined_loader if loaders is None else _combined(loaders)
+    # utilities/combined_loader.py: "max_size" fills up with None; in other modes `next` of an empty iterator ends the
+    # epoch for all, without a word.
     if combined is None or combined._mode == "max_size":
         return []
     return [index for index, loader in enumerate(combined.flattened) if sized_len(loader) == 0]
@@ -146,6 +154,8 @@ def replaced_train_loaders(trainer: Trainer, module: LightningModule, replace: C
 
     def setup_data_and_load_states() -> None:
         setup_data()
+        # `setup_data` returns early if there are loaders already, and their saved states would never be loaded
+        # (#20550).
         load_states()
 
     def dataloader() -> Any:
@@ -181,6 +191,7 @@ def changing_train_loader(
         return make() if trainer.lightning_module is module else request(source)
 
     def setup_data_again() -> None:
+        # `setup_data` makes loaders only where there are none, or `reload_dataloaders_every_n_epochs` is due.
         if loop._combined_loader is not None and is_outdated():
             set_private(loop, _combined_loader=None)
         setup_data()
@@ -197,6 +208,7 @@ def uses_distributed_sampler(trainer: Trainer) -> bool:
 
 def repeats_worker_seeds() -> bool:
     """Whether Lightning's worker seeding gives torch the same numbers in every epoch, whatever the seed (#20412)."""
+    # Mended by #21399, from which on `_generate_seed_sequence` gives other seeds.
     return Version(lightning_version()) < Version("2.6.1")
 
 
@@ -204,6 +216,7 @@ def repeats_worker_seeds() -> bool:
 def recreate_iterators(trainer: Trainer) -> None:
     """Create the iterators of the training loaders once more, at the same position of the epoch."""
     fetcher: Any = trainer.fit_loop._data_fetcher
+    # `iter` of a fetcher sets it to 0 (loops/fetchers.py, `reset`), and the epoch would last as many batches longer.
     fetched = fetcher.fetched
     iter(fetcher)
     set_private(fetcher, fetched=fetched)
@@ -213,6 +226,7 @@ def recreate_iterators(trainer: Trainer) -> None:
 def train_iterators(trainer: Trainer) -> tuple[list[Any], int]:
     """Return the iterators of the training loaders, and how many batches were fetched but not trained on."""
     fetcher: Any = trainer.fit_loop._data_fetcher
+    # A loader without a length is read one batch ahead, to know which one is the last (`_PrefetchDataFetcher`).
     return list(fetcher.combined_loader._iterator.iterators), len(fetcher.batches)
 
 
@@ -235,6 +249,7 @@ def _cycling_iterator(trainer: Trainer) -> Any:
     """Return the iterator over all training loaders, if shorter ones restart until the longest is exhausted."""
     fetcher: Any = trainer.fit_loop._data_fetcher
     iterator = fetcher.combined_loader._iterator
+    # The epoch ends when all parts were exhausted once; without these marks, a resumed one would begin to count anew.
     cycle = import_lightning("pytorch.utilities.combined_loader")._MaxSizeCycle
     return iterator if isinstance(iterator, cycle) else None
 
@@ -247,6 +262,8 @@ def load_loader_states(trainer: Trainer) -> None:
     its loops.
     """
     fit: Any = trainer.fit_loop
+    # See #20550: the loaders were made before `on_load_checkpoint` of the loop put the states there, and `setup_data`
+    # does not look again. Their iterators hold the old position, and are made anew.
     states = fit._combined_loader_states_to_load
     set_private(fit, _combined_loader_states_to_load=[])
     if states:
@@ -258,6 +275,7 @@ def load_loader_states(trainer: Trainer) -> None:
 def given_train_loaders(trainer: Trainer) -> list[Any]:
     """Return the training loaders that were given to `fit`; none if the module or a datamodule creates them."""
     source: Any = trainer.fit_loop._data_source
+    # Asking a module would call its `train_dataloader` once more than the Trainer does.
     if source.is_module() or source.instance is None:
         return []
     return list(_combined(source.instance).flattened)
@@ -266,6 +284,7 @@ def given_train_loaders(trainer: Trainer) -> list[Any]:
 @needs_private("AutoResume")
 def set_num_batches_done(trainer: Trainer, count: int, at_end: bool) -> None:
     """Set how many batches of the epoch are done, before it begins; all of them if it has no more."""
+    # Of a loader without a length, `is_last_batch` alone ends the epoch (`_num_ready_batches_reached`).
     if at_end and trainer.fit_loop.max_batches != float("inf"):
         count = int(trainer.fit_loop.max_batches)
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress
@@ -284,6 +303,7 @@ def skip_train_batches(trainer: Trainer, count: int) -> None:
     """Fetch batches and drop them."""
     fetcher: Any = trainer.fit_loop._data_fetcher
     fetched = fetcher.fetched
+    # `next` of a fetcher sets `done` where `fetched` reaches the length, and the count includes these batches already.
     set_private(fetcher, fetched=0)
     for _ in range(count):
         next(fetcher)
@@ -295,4 +315,6 @@ def skip_train_batches(trainer: Trainer, count: int) -> None:
 @needs_private("AutoResume")
 def close_workers(trainer: Trainer) -> None:
     """Stop the worker processes of a fit's loaders, which the fit does not read again."""
+    # It tears the fetcher down, which resets the CombinedLoader: that ends persistent workers too, which else wait for
+    # the process's end.
     trainer.fit_loop.teardown()

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 @needs_private("logging at the logger's interval")
 def logs_at_this_step(trainer: Trainer) -> bool:
     """Whether the Trainer sends this step's values to its loggers (`log_every_n_steps`)."""
+    # As `update_train_step_metrics` (logger_connector.py) asks.
     return bool(trainer._logger_connector.should_update_logs or is_fast_dev_run(trainer))
 
 
@@ -48,11 +49,14 @@ def log_epoch_value(trainer: Trainer, source: str, name: str, value: Tensor, *, 
     """
     with needs_private(f"logging by {source}", TypeError):
         results: Any = trainer._results
+        # Under a hook's name, `results` would add this value to the module's (result.py: the key is hook and name).
         known = results.get(f"{source}.{name}")
         if known is not None and known.value.device == value.device:
             results.update_metrics(f"{source}.{name}", value, 1)  # takes a tenth of the time
         else:
             of_epoch = {"on_step": False, "on_epoch": True, "batch_size": 1}
+            # `sync_dist` silences the warning in `_get_cache` (result.py), and with `rank_zero_only` nothing is
+            # exchanged all the same (`_generate_sync_fn`).
             results.log(source, name, value, logger=to_loggers, sync_dist=True, rank_zero_only=True, **of_epoch)
 
 
@@ -74,6 +78,7 @@ def keys_logged_by_others(trainer: Trainer, source: str, *, include_reset: bool 
                 continue
             index = meta.dataloader_idx if meta.add_dataloader_idx else None
             suffix = "" if index is None else f"/dataloader_idx_{index}"
+            # `log` (result.py) adds the number of the loader to the hook's name.
             hook = meta.fx.removesuffix(f".{index}")
             for name in (meta.name, meta.forked_name(on_step=True), meta.forked_name(on_step=False)):
                 keys[name + suffix] = hook
@@ -84,6 +89,8 @@ def drop_reset_values(trainer: Trainer, source: str, keys: Collection[str]) -> N
     """Drop the results of others than `source` that were logged under some keys in epochs that are over."""
     with needs_private(f"logging by {source}"):
         results: Any = trainer._results
+        # A key keeps its place in the dict, and of equal names the last one wins (result.py, `metrics`): others who log
+        # theirs after `source` would stand before it, from the epoch before, and lose.
         outdated = [
             key for key, item in results.items() if item.has_reset and item.meta.name in keys and item.meta.fx != source
         ]
@@ -94,11 +101,13 @@ def drop_reset_values(trainer: Trainer, source: str, keys: Collection[str]) -> N
 @needs_private("logging to the loggers")
 def logger_step(trainer: Trainer) -> int:
     """Return the step under which the Trainer sends values to its loggers now."""
+    # Not `global_step`, which with several optimizers counts each of them (logger_connector.py, `log_metrics`).
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 def epoch_end_step(trainer: Trainer) -> int:
     """Return the step at which the Trainer's loggers show values of the epoch that ends, in `on_train_epoch_end`."""
+    # FitLoop takes one away while it logs the values of the epoch (`on_advance_end`), after the hooks.
     return max(logger_step(trainer) - 1, 0)
 
 
@@ -131,6 +140,7 @@ def observe_log_calls(trainer: Trainer, function: Callable[[str, str], None]) ->
     with ExitStack() as stack:
         with needs_private("HangWatch"):
             epoch: Any = trainer.fit_loop.epoch_loop
+            # Each loop has its own results, and `trainer._results` names those of the loop that runs now alone.
             loops = {"train": [epoch], "val": [epoch.val_loop, trainer.validate_loop], "test": [trainer.test_loop]}
             for stage, loop in ((stage, loop) for stage, of in loops.items() for loop in of):
                 results: Any = loop._results

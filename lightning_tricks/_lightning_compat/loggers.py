@@ -49,10 +49,13 @@ def set_logger_version(logger: Any, version: int | str) -> bool:
     """Let a logger continue a version, or a run with that id; return whether it does, as an open run stays open."""
     kind = logger_kind(logger)
     with needs_private("AutoResume", KeyError):
+        # They look for the next free number only while it is None (`version` of both).
         if kind in ("csv", "tensorboard"):
             set_private(logger, _version=version)
+        # `MLFlowLogger.experiment` asks the server for this run at its first use, and creates one without it.
         elif kind == "mlflow" and not logger._initialized:
             set_private(logger, _run_id=version)
+        # Passed to `wandb.init` at the first use of `experiment`; an open run keeps its id.
         elif kind == "wandb" and logger._experiment is None:
             _ = logger._wandb_init["id"]  # a renamed entry is an error
             logger._wandb_init["id"] = version
@@ -69,6 +72,8 @@ def open_csv_logger(logger: Any) -> Path:
 
     with needs_private("AutoResume"):
         if logger._experiment is None:
+            # `_ExperimentWriter` (Lightning's fabric/loggers/csv_logs.py, `_check_log_dir_exists`; #19446) deletes the
+            # rows that it finds in its directory: it is made in an empty one, and then sent to that of the run.
             with tempfile.TemporaryDirectory() as empty:
                 set_private(logger, _experiment=ExperimentWriter(empty))
         writer = logger._experiment
@@ -76,6 +81,8 @@ def open_csv_logger(logger: Any) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         columns: list[str] = []
         if path.is_file():
+            # As the writer opens it, without an encoding. Without the columns of then, it would write the header once
+            # more.
             with path.open(newline="", encoding=locale.getpreferredencoding(False)) as file:
                 columns = next(csv.reader(file), [])
         set_private(writer, log_dir=logger.log_dir, metrics_file_path=str(path), metrics_keys=columns)
@@ -95,6 +102,8 @@ def close_tensorboard_logger(logger: Any) -> None:
     if writer is None:
         return
     writer.close()
+    # torch's SummaryWriter sets `all_writers` to None when it is closed, and opens another file at the next value
+    # (`_get_file_writer`). Of other writers nothing is known: the logger makes another one.
     if hasattr(writer, "all_writers") and type(writer).__module__.startswith("torch."):
         set_private(writer, log_dir=logger.log_dir)  # it opens a file there by itself
     else:
@@ -108,6 +117,8 @@ def muted_logger(logger: Any) -> Iterator[None]:
         yield
         return
     with needs_private("AutoResume"):
+        # What Lightning gives to ranks other than zero. A Trainer reads `experiment` in its setup, and a CSVLogger
+        # would delete rows there, a TensorBoardLogger begin an event file.
         mute = import_lightning("fabric.loggers.logger")._DummyExperiment()
         set_private(logger, _experiment=mute)
     try:

@@ -36,8 +36,12 @@ class BatchStep:
     def __init__(self, trainer: Trainer, loop: Any, arguments: Mapping[str, Any], closure: Any) -> None:
         self._trainer, self._loop, self._arguments = trainer, loop, arguments
         with needs_private(_TRICK):
+            # None where StochasticWeightAveraging only runs forward, and in batches that add to earlier gradients
+            # (loops/optimization/automatic.py, `_make_backward_fn`, `_make_zero_grad_fn`).
             self._backward, self._zero_grad = closure._backward_fn, closure._zero_grad_fn
             self.run_whole: Callable[[], Any] = closure.closure
+            # Lightning puts the name back after a hook, but not where one raises, as a part does that does not fit into
+            # memory.
             self._hook: Any = trainer.lightning_module._current_fx_name
         self.batch = arguments.get("batch")
         self.trains = self._backward is not None
@@ -55,6 +59,7 @@ class BatchStep:
         module: Any = self._trainer.lightning_module
         set_private(module, _current_fx_name="training_step")
         try:
+            # Autocast; `Strategy.training_step`, which others wrap to count or judge steps, enters it otherwise.
             with self._trainer.precision_plugin.train_step_context():
                 out = module.training_step(*OrderedDict(self._arguments, batch=part).values())
         finally:
@@ -70,6 +75,8 @@ class BatchStep:
         """Run the backward pass of a part, without the hooks around it."""
         precision: Any = self._trainer.precision_plugin
         scaler = getattr(precision, "scaler", None)
+        # `Strategy.backward` would call `on_before_backward` and `on_after_backward` for each part; in place of them,
+        # what `MixedPrecision.pre_backward` does beside the hooks.
         scaled = loss if scaler is None else scaler.scale(loss)
         precision.backward(scaled, self._trainer.lightning_module, self._trainer.optimizers[0])
 
@@ -79,6 +86,8 @@ class BatchStep:
 
     def end_unsynchronised(self, loss: Tensor) -> None:
         """Average the gradients of all ranks where that is due, and call the hooks of a backward pass with a loss."""
+        # DDP averages gradients when its hooks see them come; after parts that were kept apart, zeros let it do that
+        # once.
         self._backward(loss + backward_of_zeros(self._trainer))
 
     def without_sync(self) -> AbstractContextManager[Any]:
@@ -118,12 +127,16 @@ def batches_run_by(trainer: Trainer, run: Callable[[BatchStep], Any]) -> Iterato
     """Let a function do the work of each closure of automatic optimization, until the context is left."""
     with needs_private(_TRICK):
         loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
+        # The closure alone has the forward and the backward pass of a batch in one; an optimizer such as LBFGS calls it
+        # several times.
         make_closure = loop._make_closure
 
     def make(arguments: Mapping[str, Any], *others: Any) -> Any:
         plain = make_closure(arguments, *others)
         step = BatchStep(trainer, loop, arguments, plain)
 
+        # As `Closure.closure` is: `step` of an optimizer runs without gradients, and those that are not torch's may not
+        # turn them on.
         @torch.enable_grad()
         def closure(*_: Any, **__: Any) -> Any:
             return run(step)
@@ -159,6 +172,7 @@ class LogQueue:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Take what is logged in training, until the context is left."""
+        # As Lightning's own `log` is decorated (result.py): a compiled step would else be traced into the dict.
         with overriding(self._results, log=torch.compiler.disable(self._take)):
             yield
 
@@ -166,6 +180,8 @@ class LogQueue:
         if self._waiting is None:
             self._log(hook, name, value, **options)
             return
+        # A graph that is kept until the batch's end would hold the activations of all parts, the memory that is to be
+        # saved. A metric's `_forward_cache` is overwritten by the next part.
         kept = value.detach() if isinstance(value, Tensor) else (value, value._forward_cache)
         self._waiting.setdefault((hook, name), []).append((self.rows, kept, options))
 

@@ -30,6 +30,8 @@ def observe_fetches(
     with ExitStack() as stack:
         with needs_private(trick):
             epoch: Any = trainer.fit_loop.epoch_loop
+            # Each gives the two methods to its fetcher as `_start_profiler` and `_stop_profiler` when an epoch begins
+            # (`on_run_start`, `reset`): an override after that is not called.
             loops = (
                 ("train", epoch),
                 ("val", epoch.val_loop),
@@ -55,6 +57,7 @@ def observe_iterators(
     with ExitStack() as stack:
         with needs_private(trick):
             epoch: Any = trainer.fit_loop.epoch_loop
+            # These call `iter(data_fetcher)`, except for the first epoch, whose iterators `setup_data` makes.
             for stage, loop, name in (("train", epoch, "on_run_start"), ("val", epoch.val_loop, "reset")):
                 stack.enter_context(overriding(loop, **{name: _calling(getattr(loop, name), stage, started, ended)}))
         yield
@@ -97,6 +100,8 @@ def observe_validation_ends(trainer: Trainer, function: Callable[[str], None]) -
     and take them out again in `on_validation_epoch_end`.
     """
     with needs_private("RestoreBest"):
+        # Its `_on_evaluation_epoch_end` calls the hooks of all callbacks in a row, and WeightAveraging swaps weights
+        # back in one of them: who comes behind it would see the weights of training.
         loop: Any = trainer.fit_loop.epoch_loop.val_loop
         end = _calling(loop._on_evaluation_epoch_end, "val", function, lambda _: None)
     with overriding(loop, _on_evaluation_epoch_end=end):
@@ -110,6 +115,8 @@ def around_validations(trainer: Trainer, around: Callable[[Callable[[], Any]], A
     The function is called in the sanity check as well.
     """
     with needs_private("ExponentialMovingAverage"):
+        # No two hooks are around all the others: those of some callbacks come before and after, and an error leaves out
+        # the second.
         loop: Any = trainer.fit_loop.epoch_loop.val_loop
         run = loop.run
     with overriding(loop, run=lambda: around(run)):
@@ -130,6 +137,8 @@ def observe_errors(trainer: Trainer, on_error: Callable[[Exception], None], tric
     """
     with ExitStack() as stack:
         with needs_private(trick):
+            # `_call_and_handle_interrupt` (trainer/call.py), which calls `on_exception`, is around the launcher: in a
+            # process that it starts, the function runs without it (strategies/launchers/multiprocessing.py).
             fit: Any = trainer.fit_loop
             loops = (fit, fit.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
             for owner, name in (*((loop, "run") for loop in loops), (trainer.strategy, "setup")):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_tricks._lightning_compat.flavor import Trainer
 
 
+# Lightning's subclasses share samples out as torch's does; another class may do anything.
 _OF_LIBRARIES = ("torch.", "lightning.", "lightning_fabric.", "pytorch_lightning.")
 
 
@@ -60,9 +61,12 @@ def get_sampler_shard(loader: Any) -> SamplerShard | str:
         return f"{type(loader).__name__} has no DistributedSampler, so each rank may read every sample"
     if not f"{type(sampler).__iter__.__module__}.".startswith(_OF_LIBRARIES):
         return f"{type(sampler).__name__} chooses its own order"
+    # The one drops the end of each rank's samples, the other that of the data set.
     if getattr(loader, "drop_last", False) or sampler.drop_last:
         return "drop_last leaves out different samples on multiple ranks than on one"
     length = len(sampler.dataset)  # type: ignore[arg-type]
+    # torch's sampler begins again where the samples do not come out even, so that all ranks have as many (pytorch
+    # #25162): these samples count twice, and the result depends on the number of ranks.
     num_own = len(range(sampler.rank, length, sampler.num_replicas))
     return SamplerShard(num_own, sampler.num_samples, loader.batch_size or 1)
 
@@ -100,6 +104,7 @@ class OwnSamples:
 
     def shard(self, trainer: Trainer, stage: str, dataloader_idx: int) -> SamplerShard | str:
         """Return which samples the sampler of a loader gives this rank, or the reason why they are not known."""
+        # The Trainer's, in which Lightning has put the sampler, not those that the user gave.
         loader = trainer.train_dataloader if stage == "train" else evaluation_loaders(trainer)[dataloader_idx]
         return get_sampler_shard(loader)
 

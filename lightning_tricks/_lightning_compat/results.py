@@ -22,6 +22,8 @@ def capture_loop_state(trainer: Trainer) -> dict[str, Any]:
     return hold_loop_state(trainer)()
 
 
+# Lightning saves no results of an epoch that runs: a mean over the epoch would begin anew after a resume, and `monitor`
+# of EarlyStopping find no value until the next validation.
 _LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 
 
@@ -33,16 +35,21 @@ def hold_loop_state(trainer: Trainer) -> Callable[[], dict[str, Any]]:
     held = {
         "logged": {name: dict(getattr(connector, name)) for name in _LOGGED},
         "current_fx": connector._current_fx,
+        # These two tell `log` to drop what the epoch before logged (logger_connector.py, `should_reset_tensors`):
+        # without them, a resume in mid epoch would take its first batch for that of the epoch, and drop what was
+        # restored.
         "first_loop_iter": connector._first_loop_iter,
         "should_stop": bool(trainer.should_stop),
         "reloaded": [fit._last_train_dl_reload_epoch, validation._last_val_dl_reload_epoch],
         "validated": dict(validation._seen_batches_per_dataloader),  # the steps of what it logs
     }
+    # `update` assigns new tensors and changes none in place (result.py), so that the state of now can be made later.
     items = [(key, dict(vars(item))) for key, item in fit.epoch_loop._results.items()]
 
     @needs_private("AutoResume")
     def state() -> dict[str, Any]:
         has_metrics = not all(item["is_tensor"] for _, item in items)
+        # A logged metric is the module's own object: its state is saved with it, and only its place here.
         paths = {id(metric): path for path, metric in _named_metrics(trainer)} if has_metrics else {}
         kept = (named for named in items if named[1]["meta"].sync.group is None)
         return held | {"results": [_result_state(trainer, key, item, paths) for key, item in kept]}
@@ -124,6 +131,8 @@ def merged_result(
 ) -> Mapping[str, Any]:
     """Return the state of a logged value with what these ranks logged; what ranks do not add up stays as it is."""
     sums = {key: item[key] for key in ("value", "cumulated_batch_size") if item[key] is not None}
+    # Values that are synchronised are added over the ranks of now: those of ranks that are no more have to be among
+    # them. Without `sync_dist` each rank logs its own.
     is_sum = item["sync"]["_should"] and item["meta"]["reduce_fx"] in ("mean", "sum")
     same = [one for results in of_ranks for one in results if one["key"] == item["key"]] if is_sum else [item]
     merged = {key: sum((one[key] for one in same), torch.zeros_like(value)) for key, value in sums.items()}

@@ -29,6 +29,8 @@ def plain_states(strategy: Strategy) -> Iterator[None]:
     def optimizer_state(optimizer: Any) -> dict[str, Any]:
         return Strategy.optimizer_state(strategy, optimizer)
 
+    # ModelParallelStrategy gathers whole states on the CPU of rank zero, or renames what is in them; each rank saves
+    # its own parts here, and none has to hold the whole.
     methods = {"lightning_module_state_dict": module_state, "optimizer_state": optimizer_state}
     with overriding(strategy, **(methods if is_sharding(strategy) else {})):
         yield
@@ -44,6 +46,8 @@ def restored_before_setup(strategy: Strategy) -> Iterator[Callable[[], None]]:
     if not is_sharding(strategy):
         yield lambda: None
         return
+    # It restores all of a checkpoint after its setup (`restore_checkpoint_after_setup`), behind `on_fit_start`, and
+    # from a path alone (`load_checkpoint`): hooks would come in another order than under other strategies.
     own_class: Any = type(strategy)
     waiting: list[Callable[[], None]] = []
 
@@ -52,6 +56,8 @@ def restored_before_setup(strategy: Strategy) -> Iterator[Callable[[], None]]:
         lightning_restore_optimizer = True
 
         def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+            # Parameters may be on the meta device until `setup` gives them memory, and optimizers are made right after
+            # that.
             waiting.append(lambda: Strategy.load_model_state_dict(self, checkpoint, strict))
 
         def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -88,6 +94,8 @@ def partial_shards_loaded(
     if not is_sharding(strategy):
         yield
         return
+    # It loads shards into `get_model_state_dict(model)` and then with `strict` (fabric/strategies/model_parallel.py,
+    # `_load_checkpoint`): a name that the shards lack is an error in either.
     load_whole = strategy.load_checkpoint
 
     def load_checkpoint(checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -35,6 +35,7 @@ def datamodule_of(trainer: Trainer) -> LightningDataModule | None:
 
 def active_scaler(trainer: Trainer) -> GradScaler | None:
     """Return the enabled GradScaler of a Trainer, or None."""
+    # Of the precisions, MixedPrecision and FSDPPrecision have one, for float16; else it is None there, or missing.
     scaler: GradScaler | None = getattr(trainer.precision_plugin, "scaler", None)
     return scaler if scaler is not None and scaler.is_enabled() else None
 
@@ -54,10 +55,14 @@ def overfit_batches_of(trainer: Trainer) -> float:
 
 def model_averager(trainer: Trainer) -> Any:
     """Return what averages the replicas of local SGD from time to time; None in other fits."""
-    return getattr(trainer.strategy, "_model_averager", None)  # only DDPStrategy has it
+    # Of DDPStrategy with PostLocalSGDState: gradients stay within groups of ranks, and it averages weights now and
+    # then.
+    return getattr(trainer.strategy, "_model_averager", None)
 
 
 @needs_private("A check of a module")
 def is_compiled_by_lightning(module: LightningModule) -> bool:
     """Whether `torch.compile(module)` was passed to a Trainer, which then calls the compiled steps of the module."""
+    # Set by utilities/compile.py, `from_compiled`, which replaces the steps in the module itself: it does not look
+    # compiled.
     return module._compiler_ctx is not None

@@ -11,6 +11,7 @@ from lightning_tricks._torch_compat.guards import needs_private
 with needs_private("GradientClipping or ExponentialMovingAverage"):
     from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
+    # The operators take tensors of one device and one dtype only.
     group_by_device_and_dtype = unwrap(_group_tensors_by_device_and_dtype)  # of `no_grad`: it computes nothing
     foreach_norm = torch._foreach_norm
     foreach_mul_ = torch._foreach_mul_

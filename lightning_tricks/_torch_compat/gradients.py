@@ -25,6 +25,8 @@ def observing_clipping(called: Callable[[list[Tensor], float], None]) -> Iterato
         called: Gets the parameters, and the bound that their gradients are clipped to.
     """
     with ExitStack() as stack:
+        # torch since 2.6 (nn/utils/clip_grad.py, `_no_grad`) wraps both in closures over `func`. `clip_grad_norm_`
+        # calls the first of them, with the parameters and the norm that it has computed.
         for function in (torch.nn.utils.clip_grads_with_norm_, torch.nn.utils.clip_grad_value_):
             with needs_private("GradientClipping", KeyError):
                 cell = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))["func"]
@@ -36,9 +38,12 @@ def observing_clipping(called: Callable[[list[Tensor], float], None]) -> Iterato
 def observing_cut_checkpoints(called: Callable[[], None]) -> Iterator[None]:
     """Call a function where reentrant checkpointing gets no input that requires a gradient, so that it gives none."""
     with needs_private("LoRA, Adapters, PrefixTuning or GradualUnfreezing"):
+        # Called in `CheckpointFunction.forward` (utils/checkpoint.py), which only warns "None of the inputs have
+        # requires_grad=True": adapters inside of the part, with frozen weights before it, would not be trained.
         plain = checkpoint.check_backward_validity
 
     def check(inputs: Iterable[Any]) -> None:
+        # An iterable may be read once only, and torch reads it again.
         inputs = list(inputs)
         if not any(isinstance(one, Tensor) and one.requires_grad for one in inputs):
             called()

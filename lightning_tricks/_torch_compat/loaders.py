@@ -26,6 +26,8 @@ def overridden_iterator_factory(loader: DataLoader[Any], factory: Callable[[], A
     """Let a loader make its iterators by a function, for a while."""
     with needs_private(_RESUME):
         _ = type(loader)._get_iterator
+    # Lightning (fabric/utilities/data.py, `_wrap_attr_method`) notes what is set while loaders are asked for, and sets
+    # it on loaders that it makes anew: these would have iterators of the first one.
     vars(loader)["_get_iterator"] = factory  # past the loader's `__setattr__`, which Lightning replaces
     reference = ref(loader)
     del loader, factory  # whoever keeps this open may be kept by them
@@ -40,6 +42,7 @@ def overridden_iterator_factory(loader: DataLoader[Any], factory: Callable[[], A
 def class_iterator(loader: DataLoader[Any]) -> Any:
     """Return a new iterator, made by the loader's class also within `overridden_iterator_factory`."""
     with needs_private(_RESUME):
+        # Of the class: the object's attribute may be the override, which calls this.
         factory = type(loader)._get_iterator
     return factory(loader)
 
@@ -47,6 +50,7 @@ def class_iterator(loader: DataLoader[Any]) -> Any:
 def persistent_iterator(loader: DataLoader[Any]) -> Any:
     """Return the iterator that a loader with persistent workers uses again; None for none."""
     with needs_private(_RESUME):
+        # `DataLoader.__iter__` (torch/utils/data/dataloader.py) resets and returns it, where workers are persistent.
         return loader._iterator
 
 
@@ -70,6 +74,7 @@ def loader_iterator_type() -> type:
 def num_yielded(iterator: Any) -> int:
     """Return how many batches an iterator has given."""
     with needs_private(_RESUME):
+        # torch counts it to warn of an IterableDataset that is longer than it says.
         return int(iterator._num_yielded)
 
 
@@ -82,6 +87,8 @@ def set_num_yielded(iterator: Any, count: int) -> None:
 def index_sampler(iterator: Any) -> Any:
     """Return the sampler that an iterator asks for its next iteration: of batches, or of samples without batching."""
     with needs_private(_RESUME):
+        # An iterator keeps the sampler that it was made with, and asks it again in each `_reset`: replacing that of the
+        # loader would change nothing for persistent workers.
         return iterator._index_sampler
 
 
@@ -94,6 +101,7 @@ def set_index_sampler(iterator: Any, sampler: Any) -> None:
 def sampler_iterator(iterator: Any) -> Any:
     """Return the iterator of the sampler from which an iterator takes its indices."""
     with needs_private(_RESUME):
+        # `iter` of the sampler in the constructor draws the order of the epoch; what was drawn is known here alone.
         return iterator._sampler_iter
 
 
@@ -124,11 +132,14 @@ def override_reset(iterator: Any, reset: Callable[..., object]) -> None:
 def reset_without_prefetching(iterator: Any, loader: DataLoader[Any]) -> None:
     """Start the next iteration of an iterator with persistent workers, and give the workers no batches yet."""
     with needs_private(_RESUME):
+        # `_reset` (`_MultiProcessingDataLoaderIter`) ends with `prefetch_factor * num_workers` of these calls: workers
+        # would draw random numbers and read samples before their state is restored.
         set_private(iterator, _try_put_index=lambda: None)
         reset = type(iterator)._reset
     try:
         reset(iterator, loader)
     finally:
+        # Not set back: a bound method in the object is a cycle, which keeps the workers until Python collects it.
         del vars(iterator)["_try_put_index"]
 
 
@@ -142,11 +153,15 @@ def request_batch(iterator: Any) -> None:
 def skip_worker(iterator: Any) -> None:
     """Let the next worker be the one whose turn it is."""
     with needs_private(_RESUME):
+        # `_reset` starts at worker 0; in the middle of an epoch another one is next, which holds its part of an
+        # IterableDataset and its own random state.
         next(iterator._worker_queue_idx_cycle)
 
 
 def call_before_each_batch(iterator: Any, call: Callable[[], object]) -> None:
     """Call a function whenever an iterator is about to fetch a batch."""
+    # `__next__` calls `_next_data`, of which both kinds of iterators have their own; `__next__` itself is looked up in
+    # the class.
     fetch = _fetch_next(iterator)
 
     def fetch_after_call() -> Any:
@@ -200,6 +215,8 @@ def call_on_iteration_start(dataset: Any, call: Callable[[], object]) -> None:
 
         fetcher: Any = fetch._IterableDatasetFetcher
 
+    # A worker makes a fetcher, and with it `iter(dataset)`, at its start and at each `_ResumeIteration`
+    # (utils/data/_utils/worker.py), and calls `worker_init_fn` at its start alone.
     class Fetcher(fetcher):  # type: ignore[misc]  # torch's own
         def __init__(self, which: Any, *args: Any, **kwargs: Any) -> None:
             if which is dataset:

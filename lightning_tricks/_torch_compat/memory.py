@@ -14,6 +14,8 @@ from torch import Tensor
 from lightning_tricks._torch_compat.guards import needs_private
 
 _MAX_ENTRIES = 100_000  # of the history, which lies in the memory of the host
+# torch's own allocator raises `torch.OutOfMemoryError`; cuBLAS, cuDNN and NCCL allocate by themselves, and what they
+# say comes as a plain RuntimeError.
 _OF_DEVICE = re.compile(
     r"(^|: )(CUDA|HIP|XPU|MPS backend) out of memory|(CUDA|HIP)( driver)? error: out of memory"
     r"|\b(CU|HIP)[A-Z_]*_ALLOC_FAILED\b|Cuda failure (\d+ )?'out of memory'",  # of libraries, and of NCCL
@@ -29,6 +31,7 @@ _OF_HOST = re.compile(
 def recording_memory_history() -> Iterator[None]:
     """Let torch record each allocation on CUDA devices with its Python stack, until the context is left."""
     with needs_private("CudaMemory(record_history=True)", TypeError):
+        # Without C++ frames, which take long to look up, and with an end, which the default has not.
         torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MAX_ENTRIES)
     try:
         yield
@@ -45,6 +48,8 @@ def dump_memory_snapshot(path: Path) -> None:
 def as_plain_tensors() -> AbstractContextManager[Any]:
     """Let no subclass of Tensor see, in the context, that attributes and methods of its tensors are used."""
     with needs_private("memory_report"):
+        # Else `tensor.shape` of a DTensor or a quantized tensor runs its `__torch_function__`, which may compute or
+        # communicate.
         context: AbstractContextManager[Any] = torch._C.DisableTorchFunctionSubclass()
         return context
 
@@ -52,6 +57,8 @@ def as_plain_tensors() -> AbstractContextManager[Any]:
 def storage_id(storage: torch.UntypedStorage) -> int:
     """Return what tells a storage from the others that are alive; unlike its `data_ptr`, this copies no lazy copy."""
     with needs_private("memory_report"):
+        # `data_ptr` makes a lazy clone copy its memory (torch/csrc's copy on write), and that of an empty storage is 0
+        # for all.
         identity: int = storage._cdata
         return identity
 
@@ -60,6 +67,7 @@ def parts_of_sparse(tensor: Tensor) -> list[Tensor]:
     """Return the dense tensors that a sparse tensor consists of, without coalescing it; none for any other."""
     if tensor.layout is torch.sparse_coo:
         with needs_private("memory_report"):
+            # `indices()` raises an error for a tensor that is not coalesced, and coalescing allocates.
             return [tensor._indices(), tensor._values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]

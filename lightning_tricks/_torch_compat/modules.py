@@ -57,6 +57,7 @@ def registered_tensor(module: Any, name: str) -> Any:
     Returns:
         The tensor; None if there is no such parameter or buffer. There is no guard: compiled code runs this.
     """
+    # Not `getattr`: a parametrization of torch puts a property for the name into the class, which computes the value.
     value = module._parameters.get(name)
     return module._buffers.get(name) if value is None else value
 
@@ -64,6 +65,7 @@ def registered_tensor(module: Any, name: str) -> Any:
 def pruned_parameters(module: nn.Module) -> Iterator[str]:
     """Yield the names of a module's parameters that `torch.nn.utils.prune` masks."""
     with needs_private(_USERS):
+        # A mask leaves nothing but this hook, `<name>_orig` and `<name>_mask` in the module (nn/utils/prune.py).
         hooks = list(module._forward_pre_hooks.values())
     for hook in hooks:
         if isinstance(hook, BasePruningMethod):
@@ -80,12 +82,16 @@ def compiled_module(module: nn.Module) -> nn.Module | None:
 def compiles_in_place(module: nn.Module) -> bool:
     """Whether `nn.Module.compile` was called on a module."""
     with needs_private("RunFingerprint"):
+        # `module.compile()` keeps the class and its `forward`, and only this attribute, which `__call__` asks first,
+        # tells.
         return getattr(module, COMPILED_CALL) is not None
 
 
 def refer_to_own_weights(rnn: nn.RNNBase) -> None:
     """Let the weak references of a copied recurrent layer point to its own weights, not to those of the original."""
     with needs_private("FlopsReport or ModelReport"):
+        # `forward` compares them with the weights (nn/modules/rnn.py, `_weights_have_changed`; pytorch #91111), and
+        # would find others in each copy, for which it flattens its list anew.
         references = [weight if weight is None else weakref.ref(weight) for weight in rnn._flat_weights]
         set_private(rnn, _flat_weight_refs=references)
 
@@ -98,6 +104,8 @@ def is_batch_norm(module: nn.Module) -> bool:
 
 def state_dict_versions(state_dict: Any) -> Any:
     """Return the versions of the modules that made a state dict; None for a plain dict."""
+    # Of the OrderedDict that `Module.state_dict` returns; a plain dict has none, and modules take it for an old one, to
+    # convert: BatchNorm before version 2, for one, had no `num_batches_tracked`.
     return getattr(state_dict, "_metadata", None)
 
 
@@ -140,6 +148,8 @@ def remove_forward_pre_hook(module: nn.Module, hook: Any) -> bool:
     with needs_private("freezing of normalisation"):
         hooks = module._forward_pre_hooks
     keys = [key for key, registered in hooks.items() if registered is hook]
+    # A copy of a module has the hooks under the same keys, but a handle has a weak reference to the dict of the
+    # original.
     for key in keys:
         del hooks[key]
     return bool(keys)
@@ -181,6 +191,7 @@ def convolves_as(cls: Any, conv: Any) -> bool:
 @needs_private("LoRA of recurrent layers")
 def not_compiled(function: Function) -> Function:
     """Leave a function out of what torch compiles, as it does with recurrent layers; the compiler is not imported."""
+    # `torch.compiler.disable` imports the compiler, which takes longer than importing torch.
     disable: Any = getattr(torch, "_disable_dynamo")  # noqa: B009  # torch does not export it to type checkers
     return cast(Function, disable(function))
 
@@ -191,10 +202,13 @@ def use_registered_weights(rnn: Any) -> None:
 
     The layer itself replaces them in its next forward pass if its class computes other weights.
     """
+    # Kernels take this list (nn/modules/rnn.py, `forward`), not the attributes: what LoRA computes would go unseen.
     set_private(rnn, _flat_weights=[registered_tensor(rnn, name) for name in rnn._flat_weights_names])
 
 
 @needs_private("LoRA of recurrent layers")
 def base_state(rnn: Any) -> dict[str, Any]:
     """Return the state of a recurrent layer for pickle and deepcopy, without the weak references to its weights."""
+    # As `RNNBase.__getstate__`, without its look at the weights, which would compute them: weak references cannot be
+    # pickled.
     return {name: value for name, value in vars(rnn).items() if name != "_flat_weight_refs"}

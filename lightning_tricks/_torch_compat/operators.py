@@ -41,6 +41,7 @@ def is_composite(operator: OpOverload) -> bool:
     """Whether an operator is made of others, below which autograd needs no rule of its own."""
     with needs_private(_USERS):
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    # A mode sees such an operator in inference mode alone; elsewhere only its parts come (torch 2.15).
     return bool(has_kernel(operator.name(), "CompositeImplicitAutograd"))
 
 
@@ -49,10 +50,13 @@ def reshaped_as_new(tensor: Tensor, shape: torch.Size) -> Tensor:
 
     There is no guard: compiled code runs this.
     """
+    # Of a view, an activation in place behind the layer would make autograd copy slices of the base (`CopySlices`).
     reshaped: Tensor = torch.ops.aten._unsafe_view(tensor, shape)
     return reshaped
 
 
 def mark_as_parameter(tensor: FakeTensor) -> None:
     """Let `isinstance(tensor, nn.Parameter)` hold."""
+    # What `isinstance` asks of a tensor of another class (nn/parameter.py, `_ParameterMeta`); wrapping it in
+    # `nn.Parameter` would detach it.
     tensor._is_param = True

@@ -14,23 +14,29 @@ from lightning_tricks._torch_compat.guards import needs_private, set_private
 
 def takes_scale(optimizer: Optimizer) -> bool:
     """Whether an optimizer unscales gradients, and skips a step, in its own kernel, as torch's fused ones do."""
+    # What `GradScaler.step` asks: it then gives `grad_scale` and `found_inf` to the optimizer, and does not unscale
+    # itself.
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def is_fused(optimizer: Optimizer) -> bool:
     """Whether an optimizer takes the scale itself, and does not merely show the attributes of one that it wraps."""
+    # torch's fused optimizers set it in their constructor; a wrapper that passes attributes on has it not in itself,
+    # and ignores a scale.
     return takes_scale(optimizer) and "_step_supports_amp_scaling" in vars(optimizer)
 
 
 def is_unscaled(scaler: GradScaler, optimizer: Optimizer) -> bool:
     """Whether a scaler has unscaled the gradients of an optimizer since its last step."""
     with needs_private("GradientClipping", KeyError):
+        # `unscale_` raises an error if it was called before; without it, gradients have the norm of scaled ones.
         return scaler._per_optimizer_states[id(optimizer)]["stage"] is not OptState.READY
 
 
 def scale_of(scaler: GradScaler) -> Tensor:
     """Return the scale of a scaler that has scaled a loss, without a copy to the host; shape ()."""
     with needs_private("GradientClipping"):
+        # `get_scale` reads the number from the device, which waits for all that was queued there.
         scale: Any = scaler._scale
     return cast(Tensor, scale)
 

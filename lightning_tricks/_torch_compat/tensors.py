@@ -31,6 +31,7 @@ def outside_transforms(value: Any) -> Iterator[Any]:
 
     What is computed of a wrapped tensor inside a transform cannot be read after it.
     """
+    # The usual case, at each step: nothing of `torch.func` runs.
     if peek_interpreter_stack() is None:
         yield value
         return
@@ -49,10 +50,14 @@ def _without_wrappers(tensor: Tensor) -> Tensor:
 def tensor_version(tensor: Tensor) -> int:
     """Return how often a tensor was changed in place."""
     with needs_private("AutoResume"):
+        # torch raises it with each operation in place, except those that write past it, such as a batch norm's (pytorch
+        # #13402).
         return tensor._version
 
 
 def negative_view(tensor: Tensor) -> Tensor:
     """Return a view of a tensor that is read with the other sign."""
     with needs_private("CheckpointRemapping"):
+        # `torch.save` keeps the bit of such views (as of `x.conj().imag`) apart from the memory, and loading has to set
+        # it again.
         return torch._neg_view(tensor)
