@@ -142,6 +142,7 @@ class Alignment:
         steps = [step for step in self._first if step != "only"]
         if any(old != new for old, new in self._clean_names.items()):
             steps.append("wrappers")
+        # Without it, a run of the saved rules would search again, and might match what was left on purpose.
         only = ["only"] * ("only" in self._first or bool(self.missing and self.unexpected))
         if self._prefixes is None:
             resized = [RemapRule(mismatch.source, mismatch.target) for mismatch in self.mismatched]
@@ -151,6 +152,7 @@ class Alignment:
                 if rule.source != rule.target or rule.transpose or rule.shape
             ]
             taken = {target for match in self.matches for target in match.targets}
+            # A file may have a tensor under a name that a rule makes of another one.
             drops = [RemapRule(name, None) for name in self.unexpected if name in taken]
             return [*steps, [*rules, *drops], *only]
         source, target = self._prefixes
@@ -193,6 +195,7 @@ class Alignment:
         )
         for match in self.matches[:limit]:
             shape = f", reshaped to {format_shape(match.shape)}" if match.shape else ", transposed" * match.transpose
+            # As texts of their own: rich would take brackets in a name for markup, and cut what does not fit.
             names = (Group(*map(FoldedName, of_side)) for of_side in (match.sources, match.targets))
             table.add_row(*names, Text(match.reason + shape), match.strength)
         for match in self.suggested:
@@ -233,6 +236,7 @@ def describe_ambiguity(alignment: Alignment, missing: Collection[str] | None = N
     cases = alignment.ambiguous if missing is None else ambiguous_cases(alignment, missing)
     sources, targets = cases[0]
     more = f" (and {len(cases) - 1} more such cases)" if len(cases) > 1 else ""
+    # Each try applies a rule to all tensors; one that can be pasted is enough.
     rules = (alignment.proposals.for_layers(*case) for case in cases[:8])
     rule = next((rule for rule in rules if rule), None)
     return (
@@ -282,6 +286,7 @@ def _first_rules(alignment: Alignment, suggested: Sequence[Match]) -> list[Propo
             continue
         layers = [names[0].rpartition(".")[0] for names in (match.ruled, match.targets)]
         rule = alignment.proposals.for_layers(layers[:1], layers[1:]) if all(layers) else None
+        # Tried on what is suggested: a wide rule may lead a block to another one than the suggestion does.
         made = remap_keys({name: name for name in plain}, [rule]) if isinstance(rule, tuple) else {}
         takes = {old: new for new, old in made.items() if new != old}
         is_true = match.ruled[0] in takes and all(new == plain[old] for old, new in takes.items())

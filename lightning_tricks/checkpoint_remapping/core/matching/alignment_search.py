@@ -139,6 +139,7 @@ def find_tensors(
     tied = tied_names(own)
     named = AlignmentSearch(shapes_of(own), applied).names_in_file() if tied else {}
     aliases = _find_aliases(tied, named)
+    # `torch.save` writes a tied weight under each of its names; the second would be left over, and be reported.
     _leave_out_repeated(applied.tensors, {own[name].shape for name in aliases}, {*named.values()})
     target = shapes_of({name: tensor for name, tensor in own.items() if name not in aliases})
     search = AlignmentSearch(target, applied, accept)
@@ -167,6 +168,7 @@ def tied_names(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
     """Return the groups of names that stand for one tensor, such as an embedding and the output of a language model."""
     names_of: dict[int, list[str]] = defaultdict(list)
     for name, tensor in tensors.items():
+        # `state_dict(keep_vars=True)` returns one object for a Parameter that two modules share.
         names_of[id(tensor)].append(name)
     return [names for names in names_of.values() if len(names) > 1]
 
@@ -185,6 +187,7 @@ def _leave_out_repeated(
     """Leave out the further names of one tensor in a file if the model has other names for such tensors."""
     names_at: dict[object, list[str]] = defaultdict(list)
     for name, tensor in tensors.items():
+        # Empty and meta tensors all have the address 0, and sparse ones have none.
         if tensor.shape in shapes and tensor.numel() and tensor.layout == torch.strided and not tensor.is_meta:
             names_at[tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype].append(name)
     for names in map(sorted, names_at.values()):
@@ -220,6 +223,7 @@ class AlignmentSearch:
         clean_names: dict[str, str | None] = {name: name for name in rest} if self.by_name else strip_wrappers(rest)
         self.clean_names: dict[str, str | None] = {name: name for name in self.pinned}
         self.clean_names |= {name: name if new in self.pinned else new for name, new in clean_names.items()}
+        # By names without wrappers' parts, as the search sees all the others.
         before = strip_wrappers(rules.origins[name] for name in self.pinned)
         self.ruled = {before[rules.origins[name]] or "": new for name, new in self.pinned.items()}
         self.source_shapes = {new: source[old] for old, new in self.clean_names.items() if new is not None}
@@ -242,8 +246,10 @@ class AlignmentSearch:
         named = self._match_names()
         found = self._best(named) if self._needs_structure(named.matching) else named.matching
         prefixes = named.prefixes if found is named.matching else None
+        # A table says for each tensor which way round it is.
         if not self.by_name and not any(match.reason.startswith(CONVERSION) for match in found.matches):
             found = turn_squares(found, [*self._transposed_by_rules()], self.source_shapes, self.target_shapes)
+        # A rule of a prefix does not transpose.
         prefixes = None if any(match.transpose for match in found.matches) else prefixes
         return self._result(refuse_against_rules(found, self.ruled), prefixes, named.mismatched)
 
@@ -286,6 +292,8 @@ class AlignmentSearch:
             shapes = self.source_shapes[source], self.target_shapes[target]
             if source != target and not matched.matches:
                 continue  # equal behind a prefix that fits by chance
+            # A head for other classes is the same layer: its name is not to be given to another one that happens to
+            # fit.
             if len(shapes[0]) == len(shapes[1]) or math.prod(shapes[0]) != math.prod(shapes[1]):
                 sources.add(source)
                 targets.add(target)

@@ -37,6 +37,7 @@ def find_conversion(source_shapes: Shapes, target_shapes: Shapes) -> Matching | 
         [name for name, shape in shapes.items() if not is_computed(name, shape)]
         for shapes in (source_shapes, target_shapes)
     )
+    # Said only if no other table fits: names of two projects may be told apart by one optional layer.
     reordered = ""
     for family, namings in _NAMINGS.items():
         sources = _readings(namings, source_names)
@@ -65,6 +66,7 @@ def _match(
     """Return the matches of two readings; None if anything does not fit."""
     given = {part: tensor for tensor in source for part in tensor.parts}
     wanted = {part: tensor for tensor in target for part in tensor.parts}
+    # A model without its head is one of the architecture; one without a norm is another one, with the same names.
     if any(part.role in required for part in given.keys() ^ wanted.keys()):
         return None
     groups = dict.fromkeys(_groups(given, wanted))
@@ -87,6 +89,7 @@ def _match_group(
         given = [(*shape[:-2], *shape[:-3:-1]) for shape in given]
     shape = sizes = None
     if len(sources) > 1:
+        # A rule joins tensors or transposes one, not both.
         fits = not transpose and _stacked(given) == wanted[0]
     elif len(targets) > 1:
         fits = _stacked(wanted) == given[0]
@@ -104,6 +107,7 @@ def _groups(
     """Yield the tensors of both sides that have parts in common."""
     for part in filter(wanted.__contains__, given):
         one, other = given[part], wanted[part]
+        # Query, key and value are fused on one side: it is one tensor there and several here.
         if len(one.parts) >= len(other.parts):
             yield (one,), tuple(dict.fromkeys(wanted[each] for each in one.parts if each in wanted))
         else:
@@ -122,6 +126,7 @@ def _stacked(shapes: list[Shape]) -> Shape:
 # The names that a project has for the parts of an architecture, with numbers as variables
 
 _LEAVES = {"weight": "weight", "bias": "bias", "gamma": "weight", "beta": "bias", "scale": "weight"}
+# Not `\d+`, which takes digits of other scripts, and as many as `int` refuses (over 4,300, since Python 3.11).
 _PLACEHOLDERS = {"{leaf}": f"(?P<leaf>{'|'.join(_LEAVES)})", "{i}": "([0-9]{1,9})"}
 _MOST_PREFIXES = 16
 
@@ -198,6 +203,8 @@ class Naming:
             found = list(self._read_behind(prefix, names))
             parts = [part for tensor in found for part in tensor.parts]
             complete = self.required <= {part.role for part in parts}
+            # One name that is not the project's, and it is another model; two for one part, and it is unclear which
+            # counts.
             if len(found) == len(names) and complete and len(set(parts)) == len(parts):
                 yield found
 
@@ -238,6 +245,7 @@ def _tensor(pattern: _Pattern, match: re.Match[str]) -> Tensor:
 
 def _prefixes(names: Sequence[str]) -> list[str]:
     """Return what all names may begin with: nothing, or some components of the first."""
+    # Each prefix reads all names once more: a name of thousands of parts would take hours.
     components = names[0].split(".")[:_MOST_PREFIXES] if names else []
     return ["".join(f"{component}." for component in components[:end]) for end in range(len(components))]
 

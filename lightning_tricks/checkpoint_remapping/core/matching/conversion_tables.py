@@ -117,7 +117,7 @@ _TORCHTUNE = f"""
     down mlp.w2
     up mlp.w3
 """
-# Since 2025; before, the fused matrix was called `attn.attn` and kept head by head
+# Since litgpt #1013; before, the fused matrix was called `attn.attn` and kept head by head
 _LIT_GPT = """
     /
     embed transformer.wte
@@ -274,6 +274,7 @@ FAMILIES: dict[str, tuple[tuple[str, ...], ...]] = {
         (_PHI_3, HALVES),
         (_BAICHUAN, HALVES),
         (_LIT_GPT, HALVES),
+        # Meta's weights rotate neighbors, and transformers' script reorders them to halves (transformers #25199).
         (_META, NEIGHBORS, r"(^|\.)rope\.freqs$"),
         (_TORCHTUNE, NEIGHBORS),
     ),

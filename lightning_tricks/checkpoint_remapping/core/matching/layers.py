@@ -40,6 +40,8 @@ class Layer:
     @cached_property
     def sizes(self) -> tuple[tuple[str, Shape], ...]:
         """The sizes of its tensors without ones, which are the same in all layouts of a layer."""
+        # timm and torchvision keep one layer in two shapes: the head of MobileNetV3 as (1024, 576, 1, 1) and (1024,
+        # 576), the scale of a ConvNeXt as (dim,) and (dim, 1, 1).
         sizes = {leaf: _without_ones(leaf, shape) for leaf, (_, shape) in self.tensors.items() if leaf != BATCH_COUNTER}
         if self.transposed:
             sizes["weight"] = sizes["weight"][::-1]
@@ -101,13 +103,16 @@ def group_layers(shapes: Mapping[str, Shape]) -> list[Layer]:
         parent, _, leaf = name.rpartition(".")
         if leaf == "position_ids":
             continue  # which a model computes for itself
+        # Norms of BERT as TensorFlow named them; alone, `gamma` is the scale of a ConvNeXt's block (timm).
         if leaf in ("gamma", "beta") and {f"{parent}.gamma", f"{parent}.beta"} <= shapes.keys():
             leaf = {"gamma": "weight", "beta": "bias"}[leaf]
         elif leaf not in _TENSOR_NAMES:
+            # nn.MultiheadAttention: `in_proj_weight` and `in_proj_bias` are one layer without a module of its own.
             stem, _, ending = name.rpartition("_")
             parent, leaf = (stem, ending) if ending in ("weight", "bias") else (name, "")
         layer = layers.setdefault(parent, Layer(parent, position))
         layer.tensors[leaf] = (name,), tuple(shape)
+    # A counter alone would be a layer that the other project, which does not save it, lacks.
     return [layer for layer in layers.values() if list(layer.tensors) != [BATCH_COUNTER]]
 
 
@@ -132,12 +137,15 @@ def is_ordered(shapes: Mapping[str, Shape]) -> bool:
     A .safetensors is sorted within each dtype, so that its names step back in the alphabet at most a few times.
     """
     names = [name for name in shapes if not name.endswith(BATCH_COUNTER)]
+    # Sorted names would pass for an order, in which norms follow convolutions by the alphabet.
     if sum(one > other for one, other in pairwise(names)) <= 2:
         return False
     closed: set[str] = set()
     before: list[str] = []
     for name in names:
         containers = [name[: found.start()] for found in re.finditer(r"\.", name)]
+        # A module's tensors come in one run in `state_dict`; a container that is entered again was made by sorting or
+        # by hand.
         if not closed.isdisjoint(containers):
             return False
         closed.update(container for container in before if container not in containers)
@@ -156,6 +164,7 @@ def _is_numbered_before(first: Layer, second: Layer) -> bool:
         if one != other:
             if one.isdecimal() and other.isdecimal():
                 return int(one) < int(other)
+            # torchvision's RegNet calls the convolutions of a block `f.a`, `f.b` and `f.c`.
             return bool(re.fullmatch("[a-h]", one) and re.fullmatch("[a-h]", other)) and one < other
     return False
 
@@ -223,6 +232,8 @@ def layers_of_both(
         ordered: Whether those of the model are in the order in which it registers them.
     """
     sides = group_layers(source_shapes), group_layers(target_shapes)
+    # The order of a file is by chance or by name: it must not decide, and a sorted copy has to be matched as the file
+    # is.
     for side in sides[: 1 if ordered else 2]:
         _sort_naturally(side)
     # The layouts of one side depend on those of the other: the file comes first
@@ -231,6 +242,7 @@ def layers_of_both(
         _fuse_query_key_value(layers, others)
         _mark_transposed(layers)
         _name_gates(layers)
+    # Last, as it compares sizes that the steps above change.
     _keep_layouts(*sides)
     return sides
 
@@ -248,9 +260,11 @@ def _keep_layouts(layers: list[Layer], others: list[Layer]) -> None:
     """Tell layers of one size apart by where their sizes are one, if both models have as many of each layout."""
     for group in equal_groups(layers, others, lambda layer: layer.signature):
         ours, theirs = (Counter(map(_ones, side)) for side in group)
+        # As `logit_scale` of a Swin V2, (heads, 1, 1), and a vector of as many numbers beside it.
         if ours == theirs and len(ours) > 1:
             for layer in (*group[0], *group[1]):
                 layer.layout = _ones(layer)
+                # Cached, without the layout.
                 del layer.signature, layer.tensor_kinds
 
 
@@ -276,6 +290,8 @@ def _fuse_query_key_value(layers: list[Layer], others: list[Layer]) -> None:
         )
         separate = {fused.sizes for fused, _ in _fusible(others, parts)}
         for fused, members in _fusible(layers, parts):
+            # Only where the other model has the fused layer and nothing of that size by parts: it may be any other
+            # layer.
             if fused.sizes in wanted - own - separate:
                 rests = [
                     Layer(part.path, part.position, {leaf: part.tensors[leaf] for leaf in part.tensors if leaf in rest})
@@ -328,6 +344,7 @@ def _one_after_another(path: str, members: list[Layer]) -> Layer:
 
 def _unify_positions(layers: list[Layer], others: list[Layer]) -> None:
     """Treat an nn.Embedding of positions as a parameter, if the other model has a parameter."""
+    # CLIP: OpenAI's `positional_embedding` is a parameter, that of transformers an nn.Embedding with a `weight`.
     if not any(list(layer.tensors) == [""] and _POSITIONS.search(layer.path) for layer in others):
         return
     for layer in layers:
@@ -342,6 +359,7 @@ def _name_gates(layers: list[Layer]) -> None:
         w1, w2, w3 = map(named.get, ("w1", "w2", "w3"))
         if w1 and w2 and w3:
             wide, back, other = ([size for tensor, size in layer.sizes if tensor == "weight"] for layer in (w1, w2, w3))
+            # Numbers 1 to 3 alone may be any three layers; only the second of Meta's leads back to the width.
             if wide == other != back and back == [size[::-1] for size in wide]:
                 w1.said, w3.said = frozenset({"gate"}), frozenset({"up"})
 
@@ -365,6 +383,8 @@ def _mark_transposed(layers: list[Layer]) -> None:
         known = [
             layer.tensors["weight"][1][1:] == layer.tensors["bias"][1] for layer in block if _says_its_layout(layer)
         ]
+        # One that denies it, and the whole block stays as it is: shapes alone do not show which of them is meant.
         for layer in block if known and all(known) else ():
             layer.transposed = True
+            # Cached, of the other way round.
             vars(layer).pop("sizes", None)

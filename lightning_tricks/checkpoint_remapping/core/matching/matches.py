@@ -61,6 +61,7 @@ class Match:
         """Return the match with the names in the file as sources, of those that rules made."""
         if origins.keys().isdisjoint(self.sources):
             return self
+        # A rule that fuses gives one name for several of the file, joined by this sign.
         names = tuple(origin for source in self.sources for origin in origins.get(source, source).split(FUSION))
         reason = "a rule" if self.reason in ("a rule", SAME_NAME) else f"a rule, then {self.reason}"
         return replace(self, sources=names, reason=reason, _ruled=self.sources)
@@ -136,6 +137,7 @@ class Proposals:
             return self._widest(source, target)
         if len(endings[0]) == len(endings[1]) == 1:
             return self._widest(source + endings[0].pop(), target + endings[1].pop())
+        # As `in_proj_weight` and `in_proj_bias` of nn.MultiheadAttention, whose layer has no dot.
         return self._widest(f"{source}_*", f"{target}_*") if endings[0] == endings[1] and endings[0] else None
 
     def for_the_rest(self) -> Proposal | None:
@@ -159,6 +161,7 @@ class Proposals:
         glob = [LIST_NUMBER.sub("*", name) for name in (source, target)]
         if LIST_NUMBER.findall(source) == LIST_NUMBER.findall(target) and 0 < glob[0].count("*") <= MAX_REPEATS:
             end = "" if source in self.sources or source.endswith("*") else ".*"
+            # `Pattern` refuses more stars, which would take long to match.
             if glob[0].count("*") < MAX_REPEATS or not end:
                 wide = glob[0] + end, glob[1] + end
                 if self._fits(*wide):
@@ -172,6 +175,7 @@ class Proposals:
             wanted = self.targets.get(new)
             if wanted is None or shape == wanted or not is_at(name, source) or orders_differ(name, new, certain=True):
                 continue
+            # A rule to copy that is refused for its shape would send the reader round in a circle.
             if shape == wanted[::-1] and len(shape) == 2:
                 return {"from": name, "to": new, "transpose": True}
             if [size for size in shape if size != 1] == [size for size in wanted if size != 1]:
@@ -185,6 +189,7 @@ class Proposals:
         except CheckpointError:  # it would give two of them one name
             return False
         ruled = [name for name in made.rules_of if made.rules_of[name]]
+        # A star may take in more than was meant, such as a layer that has its match: then it is not proposed.
         return bool(ruled) and all(
             self.targets.get(name) == made[name] and not orders_differ(made.origins[name], name, certain=True)
             for name in ruled
@@ -198,6 +203,7 @@ class Proposals:
             for target, wanted in self.targets.items()
             if shape == wanted and orders_differ(source, target)
         ]
+        # The pair that a reader finds most alike, and the same one each time.
         pairs.sort(key=lambda pair: (_in_common(*pair), pair), reverse=True)
         return describe_orders(pairs) or describe_fused([*self.sources, *self.targets])
 
@@ -234,6 +240,7 @@ def suggested_patterns(names: Sequence[str], known: Sequence[str], most: int | N
     patterns: list[str] = []
     left = list(names)
     while left and len(patterns) != most:
+        # One that matches another name would accept, or leave out, what nobody has looked at.
         globs = (glob for glob in _globs(left[0], left) if not any(map(Pattern(glob).matches, others)))
         patterns.append(next(globs, _escaped(left[0])))
         pattern = Pattern(patterns[-1])
@@ -251,4 +258,5 @@ def _globs(name: str, names: Sequence[str]) -> Iterator[str]:
 
 
 def _escaped(name: str) -> str:
+    # A name may hold what a glob takes for a sign; in brackets it stands for itself.
     return re.sub(r"[*?[]", lambda found: f"[{found[0]}]", name)

@@ -41,6 +41,7 @@ def match_by_name(
 ) -> NameMatching:
     """Match tensors of equal names and shapes; several prefixes that fit equally well are ambiguous."""
     learned, wanted = map(_learned, (source_shapes, target_shapes))  # counters may be missing, and are not evidence
+    # Where each name fits as it is, a prefix could only find a second copy, such as a teacher beside its student.
     complete = all(source_shapes.get(name) == shape for name, shape in wanted.items())
     prefixes, rivals = ("", ""), list[Prefixes]()
     if search_prefixes and not complete:
@@ -51,9 +52,12 @@ def match_by_name(
     used = ("", "") if rivals else prefixes
     pairs = [(name, new) for name in source_shapes if (new := replace_prefix(name, *used)) in target_shapes]
     if search_prefixes:
+        # One project counts from 0 and another from 1: `layers.1` of both is not one layer, and structure has to
+        # decide.
         shifted = _shifted((replace_prefix(name, *used) for name in source_shapes), target_shapes)
         pairs = [(name, new) for name, new in pairs if shifted.isdisjoint(series for series, _ in _numbers(new))]
     mismatched = [(name, new) for name, new in pairs if source_shapes[name] != target_shapes[new]]
+    # Keras, Paddle and the Conv1D of transformers (pytorch_utils.py; transformers #311) keep (in, out).
     turned = [pair for pair in mismatched if search_prefixes and _is_turned(*pair, source_shapes, target_shapes)]
     mismatched = [pair for pair in mismatched if pair not in turned]
     equal = [(name, new) for name, new in pairs if source_shapes[name] == target_shapes[new]]
@@ -109,6 +113,7 @@ def _best_prefixes(
     best = [pair for pair, count in counts.items() if count == most]
     if len(best) > 1 and 2 * most < min(len(source_shapes), len(target_shapes)):
         return ("", ""), []  # layers that are alike, not parts of the model that could be meant
+    # Names that fit as they are need no other reading.
     if ("", "") in best or len(best) == 1:
         return (("", "") if ("", "") in best else best[0]), []
     shortest = min(len(source) + len(target) for source, target in best)
@@ -129,15 +134,20 @@ def _count_prefixes(source_shapes: Mapping[str, Shape], target_shapes: Mapping[s
     for name, shape in source_shapes.items():
         for source, rest in _splits(name):
             targets = target_prefixes.get((rest, shape), [])
+            # Pairs would be as many as tensors of one side times those of the other, which a hostile file can make
+            # large.
             if source and len(targets) > _MOST_PLACES:
                 break  # what is left is the end of a name, such as weight, which fits anywhere
             # Prefixes that end alike have a shorter pair, which counts them already
             pairs = [
                 (source, target)
                 for target in targets
+                # `a.b` instead of `c.b` says no more than `a` instead of `c`, and would tie with it.
                 if not source or not target or source.rpartition(".")[2] != target.rpartition(".")[2]
             ]
             counts.update(pairs)
+            # `blocks` instead of `layers`: another project may count its blocks from the other end, and half of them
+            # would fit.
             if rest[0].isdecimal():
                 lists.update(pair for pair in pairs if all(pair))
     all_tensors = min(len(source_shapes), len(target_shapes))
@@ -174,6 +184,7 @@ def refuse_against_rules(found: Matching, ruled: Mapping[str, str]) -> Matching:
     groups: dict[tuple[str, str], tuple[dict[str, None], dict[str, None]]] = defaultdict(lambda: ({}, {}))
     for match in against:
         (source, target) = (name.rpartition(".")[0] or name for name in (match.sources[0], match.targets[0]))
+        # One question for a block: each layer by itself would make a message of pages.
         group = groups[source.rpartition(".")[0], target.rpartition(".")[0]]
         group[0][source] = group[1][target] = None
     ambiguous = [([*sources], [*targets]) for sources, targets in groups.values()]
@@ -201,9 +212,12 @@ class _Rules:
     def contradict(self, source: str, target: str) -> bool:
         """Whether rules lead from names like one of the file to others than such of the model, or in another order."""
         kinds, (one, other) = zip(*map(_kind_and_numbers, (source, target)), strict=True)
+        # Without numbers there is nothing else of their kind for which a rule could speak.
         if not (one or other):
             return False
         wanted = (self._kinds[0].get(kinds[0]), self._kinds[1].get(kinds[1]))
+        # A rule for `blocks.0.norm1` leads all of this kind to one kind of the model: the same guess in other blocks is
+        # wrong.
         if any(known is not None and kind not in known for known, kind in zip(wanted, reversed(kinds), strict=True)):
             return True
         return any(
@@ -216,6 +230,7 @@ class _Rules:
 def _blocks(source: str, target: str) -> list[tuple[tuple[str, str], tuple[_Numbers, _Numbers]]]:
     """Return the kinds and numbers of the blocks of lists that two names are in, if they are in as many."""
     ends = [[number.end() for number in LIST_NUMBER.finditer(name)] for name in (source, target)]
+    # A flat list and one of lists have no blocks in common.
     if len(ends[0]) != len(ends[1]):
         return []
     pairs = ((source[:one], target[:other]) for one, other in zip(*ends, strict=True))
@@ -235,6 +250,7 @@ def _is_turned(source: str, target: str, sources: Shapes, targets: Shapes) -> bo
     if not (source.endswith("weight") and target.endswith("weight")):
         return False  # a table of another size, not the matrix of a layer
     biases = _bias_of(source, sources), _bias_of(target, targets)
+    # The length of a bias is that of the outputs, whichever way the matrix is.
     if None not in biases and biases[0] != biases[1]:
         return False
     shape = sources[source]
@@ -261,6 +277,7 @@ def turn_squares(found: Matching, ruled: list[Match], sources: Shapes, targets: 
     Raises:
         AmbiguousAlignmentError: If some matrices are transposed, and those of a square one's kind do not agree.
     """
+    # Only these show the way: a square matrix loads either way round, without an error, and computes something else.
     oblong = [match for match in (*found.matches, *ruled) if _is_oblong(match, sources)]
     turned = [match.sources[0] for match in oblong if match.transpose]
     if not turned:
@@ -277,6 +294,7 @@ def turn_squares(found: Matching, ruled: list[Match], sources: Shapes, targets: 
     unclear = [match for match, way in way_of.items() if way is None]
     if unclear:
         raise AmbiguousAlignmentError(_ask_for_way(unclear, turned))
+    # The matrix of a kernel of ones is not last, so that no rule could swap it, and a match as it is may be wrong.
     matches = [replace(match, transpose=True) if way_of.get(match) else match for match in found.matches]
     return Matching([match for match in matches if not _is_square_kernel(match, sources, targets)], found.ambiguous)
 
@@ -304,6 +322,7 @@ def _is_square_kernel(match: Match, sources: Shapes, targets: Shapes) -> bool:
 def _way_of_square(name: str, known: _Known, targets: Shapes) -> bool | None:
     """Whether a square matrix is transposed, as all of its kind; None if nothing says so."""
     has_bias = _bias_of(name, targets) is not None
+    # The narrowest block first: attention may be kept one way, as by a Conv1D, and the head, a Linear, the other way.
     for block in _blocks_around(name) if name.endswith("weight") else ():
         if not block and not has_bias:
             break  # it may be an embedding

@@ -129,12 +129,14 @@ class Side:
             depth += 1
         container = first[:depth]
         is_letter = len(first) > depth and len(first[depth]) == 2
+        # RegNet of torchvision: `f.a`, `f.b`, `f.c`. A single letter alone is a word, such as the `q` of an attention.
         by_letters = is_letter and all((*container, f".{letter}") in self.branches for letter in "abc")
         return Fork(container, first[depth:], second[depth:], by_letters)
 
     def _find_words(self, layer: Layer) -> set[str]:
         """Return the words that say what a layer is; first and second mean something where there are two."""
         in_block = self._in_block[self.block(layer), layer.signature]
+        # Of a decoder's three norms the second is that of the cross-attention or of the feed-forward, by project.
         is_one_of_two = 2 in (in_block, self._ordinal_siblings[layer.parent, layer.signature])
         if not layer.has_matrix and (self.block(layer) or layer.parent, layer.signature) in self._beside_other_norms:
             is_one_of_two = False
@@ -146,6 +148,7 @@ class Side:
         parts = parts_of(layer.path)
         for depth in range(len(parts) - 1, 0, -1):
             numbered = parts[depth - 1].removeprefix(".").isdecimal() and parts[depth].startswith(".")
+            # A number with one matrix is a layer of an nn.Sequential, not a block.
             if numbered and sum(other.has_matrix for other in self.branches[parts[:depth]]) > 1:
                 return parts[:depth]
         return ()
@@ -161,6 +164,7 @@ class Side:
 
     def counts_backwards(self, container: Parts) -> bool:
         """Whether the numbered parts of a container are registered from the last to the first, if that is known."""
+        # By names alone, 0 comes before 1 in any model.
         if not self.ordered:
             return False
         numbers = list(dict.fromkeys(int(part.removeprefix(".")) for part in self._numbered(container)))
@@ -221,6 +225,7 @@ class Side:
             return None
         trunk = max(lists, key=lambda path: sum(math.prod(size) for layer in lists[path] for _, size in layer.sizes))
         layers, blocks = lists.pop(trunk), self._blocks(trunk)
+        # The decoder of a UNet may be the larger list; the encoder is registered before it.
         before = [path for path, other in lists.items() if not self.ordered or other[0].position < layers[0].position]
         is_convolutional = self.ordered is not None and _has_kernels(layers)
         may_be_decoder = is_convolutional and any(map(self._holds_convolutional_blocks, before))
@@ -301,10 +306,12 @@ def norms_as_registered(layers: list[Layer]) -> dict[Layer, Layer]:
     for family in layers_by_parent(layers).values():
         norms, convolutions = set(_norms(family)), set(_convolutions(family))
         # Norms that stand before their convolutions, or apart from them
+        # DenseNet: `norm1` stands before `conv1`, so that the next layer is the norm of the convolution after it.
         if norms.difference(following.values()) and convolutions - following.keys():
             for convolution in convolutions:
                 following.pop(convolution, None)
     by_name = norms_by_name(layers)
+    # Registered next is not computed next: `conv1, conv2, bn1, bn2` come in this order too.
     return {layer: norm for layer, norm in following.items() if by_name.get(layer, norm) is norm}
 
 
@@ -338,6 +345,7 @@ def _norms_by_size(convolutions: list[Layer], norms: list[Layer]) -> dict[Layer,
 
 def _norms_in_sequence(family: list[Layer]) -> dict[Layer, Layer]:
     """Return the norm behind each convolution of a sequence, whose numbers are the order in which it computes."""
+    # Only an nn.Sequential computes in the order of its numbers.
     if not all(layer.name.isdecimal() for layer in family):
         return {}
     ordered = sorted(family, key=lambda layer: int(layer.name))
@@ -347,6 +355,7 @@ def _norms_in_sequence(family: list[Layer]) -> dict[Layer, Layer]:
 def _norms_along_channels(convolutions: list[Layer], norms: list[Layer]) -> dict[Layer, Layer]:
     """Return the norms by number, if the channels and norms of the convolutions allow only one order."""
     (stems, numbers) = zip(*map(_stem_and_number, norms), strict=True) if norms else ((), ())
+    # All orders are tried: more would be too many, and without numbers norms have none.
     if len(norms) != len(convolutions) or len({*stems}) > 1 or not all(numbers) or not 1 < len(norms) <= _MOST_IN_A_ROW:
         return {}
     norms = sorted(norms, key=lambda norm: int(_stem_and_number(norm)[1]))
@@ -361,6 +370,7 @@ def _norms_along_channels(convolutions: list[Layer], norms: list[Layer]) -> dict
 def _takes_channels(before: Layer, layer: Layer) -> bool:
     """Whether a convolution takes the channels that another one returns, all at once or each by itself."""
     (returned, *_), (own, taken, *_) = (side.tensors["weight"][1] for side in (before, layer))
+    # A depthwise kernel has 1 where others have their inputs, and takes as many channels as it returns.
     return returned in ((taken,) if taken > 1 else (taken, own))
 
 
@@ -385,6 +395,7 @@ def _is_norm_of(layer: Layer, convolution: Layer) -> bool:
     stems, numbers = zip(*(_stem_and_number(layer) for layer in (layer, convolution)), strict=True)
     if all(stems) and all(numbers) and numbers[0] != numbers[1]:
         return False  # bn2 is not the norm of conv1
+    # A norm has a number for each channel that the convolution returns.
     return {"weight", "bias"} <= layer.tensors.keys() and all(size == weight[1][:1] for size in channels)
 
 

@@ -54,6 +54,7 @@ class _StructureMatcher:
         self._pair_until_stable((*by_context, *_PAIRINGS), lambda _: True)
         self._pair(_pair_last, lambda _: True)
         justification = Justification(*self.sides, self.matched)
+        # Asked before they are named: what is left on one side only may be a part that the other lacks.
         left = equal_groups(self.source_layers, self.target_layers, lambda layer: layer.signature)
         indistinct = justification.indistinct()
         refused = {layer for sources, _ in indistinct for layer in sources}
@@ -86,6 +87,7 @@ class _StructureMatcher:
         )
         pairs = list(pairing(source_layers, target_layers))
         for source, target, _ in pairs:
+            # At once, so that a way that comes later cannot match it again.
             self.source_layers.remove(source)
             self.target_layers.remove(target)
             self.matched[source] = target
@@ -126,6 +128,8 @@ class _StructureMatcher:
                 if "running_mean" not in layer.tensors:
                     continue  # words tell the norms of a transformer's block apart
                 sources, targets = (sorted(group, key=lambda layer: layer.position) for group in (sources, targets))
+                # A file's order says nothing (.safetensors are sorted): only numbers tell which of two norms of a size
+                # is first.
                 if not (are_numbered_in_order(sources) and (self.ordered or are_numbered_in_order(targets))):
                     self.ambiguous_norms |= {*sources, *targets}
                     continue
@@ -146,6 +150,7 @@ class _StructureMatcher:
         """Return the layers like `layer` in the smallest container that holds all partners and no other's partner."""
         for container in _containers(partners[0]):
             inside = self.containers[1][container]
+            # A container with partners of others holds several blocks: its rest may be any of theirs.
             if set(partners) <= set(inside) <= left | set(partners):
                 fitting = [other for other in inside if other in left and layer.signature == other.signature]
                 if fitting:
@@ -189,6 +194,7 @@ def _matches_of_layers(source: Layer, target: Layer, reason: str, doubt: str = "
         parts = target.parts.get(tensor, [])
         wanted = joined_shape(parts) if len(targets) > 1 else wanted
         new = None if got == wanted else wanted
+        # Grouped queries: keys and values have fewer heads than queries, so that thirds would cut through them.
         sizes = tuple(part[0] for part in parts) if len({part[0] for part in parts}) > 1 else None
         why = doubt or FUSED * bool(source.parts or target.parts)  # a name such as qkv says its order
         matches.append(
@@ -245,6 +251,7 @@ _PAIRINGS: tuple[_Pairing, ...] = (
 def _pair_last(source_layers: list[Layer], target_layers: list[Layer]) -> Pairs:
     """Pair the last layers left where no two are alike, unless they are square matrices, which fit by chance."""
     groups = equal_groups(source_layers, target_layers, lambda layer: layer.signature)
+    # Something is left on one side alone: a pair may then be of layers that the other model lacks.
     if len(groups) != len(source_layers) or len(groups) != len(target_layers):
         return []
     return [
@@ -268,6 +275,7 @@ def _pair_by_evidence(
         A series of the file, one of the model, and why they belong together.
     """
     if len(sources) == len(targets) == 1:
+        # One square layer on each side may be two things: it waits for layers beside it.
         if len(sources[0]) > 1 or sources[0][0].has_distinctive_size or _words_in_common(sources[0], targets[0]):
             yield sources[0], targets[0], reason_if_unique
         return

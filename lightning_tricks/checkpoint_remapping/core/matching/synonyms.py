@@ -26,6 +26,8 @@ _ROLES = {
         r"(norm|ln)\.?1$|norm\.before$|before\.norm$|attention\.output\.layernorm$|sa\.layer\.norm$|self\.attn\.layer\.norm(\.a)?$|"
         r"pre\.norm\.(mha|attn)\.0$|input\.layernorm$|(attention|attn)\.norm$|norm\.attn$"
     ),
+    # The norms of transformers' BERT are `attention.output.LayerNorm` and `output.LayerNorm`: a second one that ends
+    # alike.
     "second norm": (
         r"(norm|ln)\.?2$|norm\.after$|after\.norm$|(?<!attention\.)output\.layernorm$|output\.layer\.norm$|final\.layer\.norm(\.a)?$|"
         r"pre\.norm\.ffn\.0$|"
@@ -36,6 +38,7 @@ _ROLES = {
     "narrowing layer": (
         r"(fc|linear|lin|pwconv)\.?2$|(?<!attention\.)output\.dense$|mlp\.c\.proj$|mlp\.3$|pwl$|project"
     ),
+    # T5 since 1.1 (transformers, modeling_t5.py): `wi_0` has the activation, `wi_1` is multiplied.
     "gate": r"(^|\.)wi\.0$",
     "up": r"(^|\.)wi\.1$",
     "class token": r"(^|\.)(cls|class)",
@@ -84,6 +87,7 @@ def words_of(path: str) -> frozenset[str]:
 
 def same_word(part: str) -> str:
     """Return the word that all projects' spellings of a part of a name stand for."""
+    # `bn1` is a norm, `conv2d` a convolution of its own name.
     word = part.rstrip("0123456789")
     return _SAME_WORDS.get(part) or _SAME_WORDS.get(word, word) + part[len(word) :]
 
@@ -91,6 +95,8 @@ def same_word(part: str) -> str:
 @lru_cache(maxsize=65536)
 def is_computed(name: str, shape: tuple[int, ...]) -> bool:
     """Whether a tensor is one that the model computes for itself."""
+    # Versions of one model differ in them: transformers registers `inv_freq` with persistent=False, older files have
+    # it.
     return bool(_COMPUTED_BUFFERS.search(name) or (len(shape) > 1 and _CAUSAL_MASKS.search(name)))
 
 
@@ -102,8 +108,13 @@ _BY_HEADS, _BY_PARTS = "query, key and value head by head", "query, key and valu
 _BY_GROUPS = "query, key and value by groups of heads, or one after another"
 # Layers whose weights have a special order, so that equal shapes do not mean equal weights, and the usual one
 _SPECIAL = {
+    # GPT-NeoX and BLOOM of transformers view the output as heads of three (modeling_gpt_neox.py, `forward`), and so did
+    # LitGPT before #1013: split in thirds, it loads, and is wrong.
     _BY_HEADS: (r"(^|\.)(query_key_value|attn\.attn)$", _BY_PARTS),
+    # InternLM2 keeps the queries of a group with their key and value; gpt-fast has one after another under the same
+    # name.
     _BY_GROUPS: (r"(^|\.)wqkv$", _BY_PARTS),
+    # Meta's Llama rotates pairs (2i, 2i + 1), transformers (i, i + d/2): transformers #25199.
     NEIGHBORS: (r"(^|\.)w[qk]$", HALVES),
 }
 _FORMULAS = {
