@@ -136,6 +136,7 @@ class FitState:
             configuration,
         )
         self._parts = {part.name: part for part in parts}
+        # Found before the first batch and told after the first step, which may create objects again.
         self._noted: tuple[SavedState, Sequence[str], Sequence[str], Sequence[str]] | None = None
 
     def note(self, phase: Phase) -> None:
@@ -150,6 +151,7 @@ class FitState:
 
     def capture(self) -> dict[str, Any]:
         """Return the state of this rank as tensors on the CPU and plain values; all ranks have to call it."""
+        # One walk for all parts: it is most of the time of a save.
         walk, state = self._owners.walk(), dict[str, Any]()
         for part in self._parts.values():
             state |= part.capture(walk)
@@ -178,14 +180,20 @@ class FitState:
         trainer, optimizers = self._trainer, self._trainer.optimizers
         groups = [[(group, dict(group)) for group in optimizer.param_groups] for optimizer in optimizers]
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        # A scheduler's `state_dict` of torch holds its own lists and dicts, which hooks may change.
         states = [deepcopy(scheduler.state_dict()) for scheduler in schedulers]
+        # A hook may write into weights, as to reset a layer. Versions tell without a copy of the model, which may not
+        # fit into the memory of the device.
         before = [(value, tensor_version(value)) for value in self._tensors()]
+        # Hooks that unfreeze a layer add its group; with the group there already, torch raises an error ("some
+        # parameters appear in more than one parameter group").
         restore_param_groups(self._owners.module, optimizers, saved_groups)
         with ExitStack() as muted:
             for logger in trainer.loggers:  # the values of the epoch's start were logged already
                 muted.enter_context(patched(logger, {"log_metrics": lambda *_, **__: None}))
             repeat_epoch_start_hooks(trainer)
         for optimizer, initial_groups in zip(optimizers, groups, strict=True):
+            # In place: schedulers and wrappers of optimizers hold the list.
             optimizer.param_groups[:] = [group for group, _ in initial_groups]
             for group, values in initial_groups:
                 added = {name: value for name, value in group.items() if name not in values}  # by a new scheduler
@@ -216,11 +224,13 @@ class FitState:
             saved: What was to be restored.
             load_saved: Returns the checkpoint as it was read.
         """
+        # What a save would hold now is compared, not what was restored: what a save does not see cannot differ.
         now = self.capture()
         # attributes first, as the user can do most about them
         parts = sorted(self._parts.values(), key=lambda part: part is not self.attributes)
         found = [path for part in parts for path in part.differences(saved, now)]
         found += _differences_from_checkpoint(self._trainer, load_saved)
+        # At step 0 the uninterrupted run adds them in this order, too.
         if self._trainer.global_step and not saved.world_size_changed and adds_first_gradients_otherwise(self._trainer):
             found.append(_ORDER_OF_SUMS)
         recreated_by_hooks = {path for path in now["not_saved"] if path.endswith(IN_THE_FIT)}
@@ -246,6 +256,7 @@ class FitState:
         """
         by_kind = zip(*gather_objects((key_paths, drawn_anew, of_data)), strict=True)
         names, drawn, sentences = ([*dict.fromkeys(found for rank in kind for found in rank)] for kind in by_kind)
+        # Two parts may name one value; the first one knows more of it.
         names = [*{name.partition(" (")[0]: name for name in reversed(names)}.values()][::-1]
         self._noted = saved, names, drawn, sentences
         self._tell_callbacks([*names, *drawn, *("the data" for _ in sentences[:1])])
@@ -317,6 +328,7 @@ def _differences_from_checkpoint(trainer: Trainer, load_saved: Callable[[], Mapp
     """Return where the checkpoint that the Trainer would write now differs from the saved one."""
     with isolated_rng():  # hooks may draw random numbers
         checkpoint = dump_checkpoint(trainer)
+    # The file has rank zero's values; those of other ranks are compared as RankTensors.
     if not (trainer.is_global_zero or is_sharding(trainer.strategy)):
         return []
     saved: Mapping[str, Any] = {}
@@ -327,5 +339,6 @@ def _differences_from_checkpoint(trainer: Trainer, load_saved: Callable[[], Mapp
         weights = {name: value for name, value in compared.get("state_dict", {}).items() if is_sharded(value)}
         compared = {"state_dict": weights, "optimizer_states": compared.get("optimizer_states", [])}
     name_as_in_(checkpoint["state_dict"], compared.get("state_dict", {}))
+    # Lightning's Timer saves the seconds that have passed, which are others in each start.
     timers = tuple(f"callbacks.{timer.state_key}." for timer in callbacks_of_type(trainer, Timer))
     return [path for path in differing_paths(compared, checkpoint) if not path.startswith(timers)]

@@ -28,6 +28,7 @@ from lightning_tricks._shared.checks import is_address
 from lightning_tricks._shared.files import open_file
 from lightning_tricks.auto_resume.core.durable_writing import write_atomically
 
+# A version becomes a part of a path (`log_dir`), and a checkpoint names no path: not "..", not "/" in front.
 _PLAIN_VERSION = re.compile(r"([\w.=+,@: -]{1,255}(/[\w.=+,@: -]{1,255})*)?")
 _ON_DISK = ("csv", "tensorboard")
 
@@ -54,9 +55,12 @@ class LoggerState:
         own: Path | None = None,
     ) -> None:
         self._own = own and own.absolute()
+        # At an address nothing can be truncated.
         local = [logger for logger in loggers if not is_address(getattr(logger, "root_dir", ""))]
         self.loggers = [logger for logger in local if logger_kind(logger)]
         self._csv = [CsvRows(private / f"rows-{number}.csv") for number in range(len(self.loggers))]
+        # TensorBoard names its files `events.out.tfevents.<seconds>.<host>.<pid>.<n>` (event_file_writer.py): so it is
+        # known whose they are, and files of another run in the same folder are left alone.
         self._process_marks = [f".{process.get('host')}.{process.get('pid')}." for process in processes]
 
     def restore_versions(self, records: object, *, is_writer: bool) -> list[str]:
@@ -71,6 +75,8 @@ class LoggerState:
             if kind not in _ON_DISK:
                 set_logger_version(logger, version)
             elif self._is_same_directory(number, logger, record):
+                # The Trainer reads `experiment` before `setup` (trainer/call.py, `_call_setup_hook`), and so does code
+                # before the fit: the next free version has a folder then.
                 is_started = is_writer and is_logger_started(logger)
                 begun_in = log_dir_for_version(logger, logger_version(logger) if is_started else version)
                 set_logger_version(logger, version)
@@ -99,8 +105,10 @@ class LoggerState:
             record: dict[str, Any] = {"kind": kind, "version": version}
             if kind in _ON_DISK:
                 folder = log_dir_for_version(logger, version)
+                # A folder that was deleted and made again by another run has the same name.
                 record["inode"] = folder.stat().st_ino if folder.is_dir() else 0
                 if kind == "csv":
+                    # CSVLogger writes every `flush_logs_every_n_steps` rows, and TensorBoard every two minutes.
                     logger.save()
                     record["rows"] = self._csv[number].update(folder / "metrics.csv")
                 else:
@@ -159,6 +167,7 @@ class LoggerState:
         for path in self._event_files(folder).values():
             if self._process_marks[-1] in path.name:
                 path.unlink()
+        # Removed if nothing else is in it: else each start would leave an empty version behind.
         if folder.is_dir() and {path.name for path in folder.iterdir()} <= {"hparams.yaml"}:
             (folder / "hparams.yaml").unlink(missing_ok=True)
             folder.rmdir()
@@ -213,6 +222,7 @@ class CsvRows:
             return 0
         with file:
             header = file.readline()
+            # Lightning writes the whole file anew where a key is new (csv_logs.py, `_rewrite_with_new_header`).
             is_continuation = header == self._header and self.copy.is_file()
             file.seek(self.copy.stat().st_size if is_continuation else 0)
             new = file.read()
@@ -222,6 +232,7 @@ class CsvRows:
         else:
             write_atomically(self.copy, lambda stream: stream.write(new))
             self._header, self._rows = header, -1  # the header is not a row
+        # Not by line ends: a quoted value may hold some. latin-1 decodes any bytes, and only rows are counted.
         self._rows += sum(1 for _ in csv.reader(io.StringIO(new.decode("latin-1"), newline="")))
         return self._rows
 
@@ -233,11 +244,13 @@ class CsvRows:
             return ""
         columns, rows = _read_rows(self.copy)
         if len(rows) < count:
+            # The copy lies on the disk of this machine, and the run may have moved: the file itself has the rows then.
             columns, rows = max((columns, rows), _read_rows(target), key=lambda table: len(table[1]))
         text = io.StringIO(newline="")
         writer = csv.DictWriter(text, columns)
         writer.writeheader()
         writer.writerows(rows[:count])
+        # As CSVLogger opens its file, without an encoding.
         data = text.getvalue().encode(locale.getpreferredencoding(False))
         write_atomically(target, lambda stream: stream.write(data))
         if len(rows) < count:

@@ -57,6 +57,7 @@ def read_origin(path: str | os.PathLike[str]) -> Origin | None:
         return Origin()
     except Exception:  # of the file system, of torch, or of a file that is something else
         return None
+    # A dataclass checks no types, and a file is not trusted.
     return origin if list(map(type, vars(origin).values())) == [str, str, int, int] else Origin()
 
 
@@ -101,11 +102,15 @@ class ModelCheckpointFiles:
             if not (is_writer and self._puts_off(filepath)):
                 remove(filepath)
 
+        # Where a name is taken, ModelCheckpoint takes `name-v1` (`_get_metric_interpolated_filepath_name`): the
+        # repeated steps would write each file a second time, and `best_model_path` be another than in a run that was
+        # not stopped.
         def file_exists(exists: Callable[..., bool], filepath: Any, trainer: Trainer) -> bool:
             if is_writer:
                 self.await_save()  # which may remove the file
             if not exists(filepath, trainer):
                 return False
+            # All ranks have to choose the same name.
             return not trainer.strategy.broadcast(is_writer and self.counts_as_absent(filepath))
 
         with (
@@ -128,6 +133,7 @@ class ModelCheckpointFiles:
                 staged.unlink(missing_ok=True)  # of a killed process, as this one has not written that name yet
         if not os.path.lexists(path):
             self._made_after[path] = self.origin.save
+        # It was there before this start, which may not remove it at once.
         self._made_after.setdefault(path, -1)
         if writes_folders(self.trainer.strategy) and not path.is_file():
             path.mkdir(parents=True, exist_ok=True)  # a kill leaves a folder that can be told apart
@@ -137,6 +143,7 @@ class ModelCheckpointFiles:
         """Whether a file is removed after the next save, as it was there at the last one."""
         self.await_save()
         path = _absolute(filepath)
+        # Made since the last save: no saved state names it, and a resumed run writes it again.
         if is_address(filepath) or path.is_symlink() or self._made_after.get(path) == self.origin.save:
             return False
         self._put_off.add(path)
@@ -155,6 +162,7 @@ class ModelCheckpointFiles:
         origin = read_origin(path)
         if origin is None or origin.run != self.origin.run:
             return False
+        # A later fit of the run, after the one that is resumed, is repeated with it.
         if origin.fit != self.origin.fit:
             return origin.fit > self.origin.fit
         if self.continued is None:
@@ -190,6 +198,8 @@ def carry_over(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
         of_ranks = [rank["value"]["callbacks"].get(key, {}).get("state_dict") for rank in ranks]
         states = [checkpoint["callbacks"].get(key), *of_ranks]
         for state in filter(None, states):
+            # `ModelCheckpoint.load_state_dict` drops scores and paths where the folder is another one (#12045), as in a
+            # requeued run of Hydra, whose folders have the time in their names.
             before, state["dirpath"] = state["dirpath"], callback.dirpath
             if state is states[0] and before != callback.dirpath:
                 rank_zero_warn(

@@ -45,6 +45,7 @@ from lightning_tricks.auto_resume.parts import (
 # An attribute of DDP: whether the next step broadcasts rank zero's buffers; it does unless a validation came before
 _SYNC_ATTRIBUTE = "require_forward_param_sync"
 # Batch normalization changes these without another version of the tensor
+# pytorch #13402: the kernels write into them directly.
 _RUNNING_STATISTICS = ("running_mean", "running_var")
 # The keys of an outline, and how their entries are named to users
 _OUTLINE_WORDS = {
@@ -109,6 +110,7 @@ class Structure(Part):
 
     def unsaved(self, captured: Mapping[str, Any]) -> list[str]:
         """Return the parameters that were added, which a resumed run's module lacks when weights are loaded."""
+        # torch.nn.utils.prune renames what it masks; that is restored with the masks, and not lost.
         known = self._parameters | {f"{name}_orig" for name in pruning_masks(self.module)}
         return [f"the parameter {name}" for name, _ in self.module.named_parameters() if name not in known]
 
@@ -146,6 +148,7 @@ class LeftOutTensors(Part):
 
     def capture_shared(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Return the tensors by name; those in the state dict may have other names there."""
+        # By their memory: a hook may rename entries, and `state_dict` detaches, so that no object is the same.
         in_checkpoint = {_place(value) for value in checkpoint["state_dict"].values() if _has_data(value)}
         names = {*dict(self.module.named_parameters()), *nn.Module.state_dict(self.module)}  # others: see RankTensors
         found = {
@@ -164,6 +167,8 @@ class LeftOutTensors(Part):
             _copy_tensors(_tensors(self.module), saved.shared["left_out"])
             return
         with torch.no_grad():
+            # `load_state_dict` casts to the precision that parameters have then, and hooks may change it later: bits
+            # would be lost.
             for name, value in state_dict_tensors(self.module.state_dict()).items():
                 if name in saved.weights:
                     value.copy_(saved.weights[name])
@@ -202,12 +207,15 @@ class RankTensors(ComparedPart):
         }
         if self.trainer.world_size > 1:
             own = {path: _tensors(module) for path, module in modules.items()} | self._optimizer_tensors()
+            # A number for each tensor is sent instead of all weights, which are equal as a rule.
             sums = {path: checksums(tensors) for path, tensors in own.items()}
             of_rank_zero = self.trainer.strategy.broadcast(sums)
             for path, known in sums.items():
                 first = of_rank_zero.get(path, {})
                 others = {name: own[path][name] for name, value in known.items() if first.get(name) != value}
                 found[path] = found.get(path, {}) | others
+        # torch's DDP sets it in each forward pass (`_post_forward`), to False in one without gradients: after a
+        # validation, the next step does not send rank zero's buffers.
         syncs = getattr(self.trainer.model, _SYNC_ATTRIBUTE, None)
         return {self.name: move_to_device(found, "cpu"), "syncs_buffers": syncs}
 
@@ -232,8 +240,12 @@ class RankTensors(ComparedPart):
         for path, module in modules_of(self.trainer, self.module).items():
             tensors = dict(own.get(path, {}))
             name_as_in_(tensors, _tensors(module))
+            # Lists of metrics grow in an epoch: torch refuses to load tensors of another shape, even with
+            # `strict=False`.
             resize_to_state_dict(module, tensors, list(tensors))
             _copy_tensors(_tensors(module), tensors)
+            # A rank that is new has no samples of this epoch; its metric would count those of the rank whose state it
+            # took.
             is_counted_elsewhere = self.trainer.global_rank >= saved.world_size and phase is not Phase.RESULTS
             for part in module.modules() if is_counted_elsewhere else ():
                 if isinstance(part, Metric):
@@ -257,6 +269,8 @@ class Communication(ComparedPart):
 
     def capture(self, walk: ObjectWalk) -> dict[str, Any]:
         """Return the numbers of each object."""
+        # torch saves none of it: PowerSGD, for one, compresses from iteration 1,000 on (`start_powerSGD_iter`), and
+        # would begin to count anew.
         counting = map(attributes, self._objects())
         return {self.name: [{name: value for name, value in own if _is_number(value)} for own in counting]}
 
@@ -288,6 +302,8 @@ class Gradients(ComparedPart):
         """Return the gradients by the names of the parameters."""
         groups = [group for optimizer in self.trainer.optimizers for group in optimizer.param_groups]
         is_kept = self._may_be_read()
+        # The closure of automatic optimization calls `zero_grad` before the backward pass (automatic.py): these are
+        # never read, and are as large as the model.
         cleared = set() if is_kept else {id(parameter) for group in groups for parameter in group["params"]}
         kept = {name: value.grad for name, value in self.module.named_parameters() if id(value) not in cleared}
         found = {name: gradient for name, gradient in kept.items() if gradient is not None}
@@ -298,9 +314,12 @@ class Gradients(ComparedPart):
         gradients = dict(saved.rank["gradients"])
         name_as_in_(gradients, dict(self.module.named_parameters()))
         for name, parameter in self.module.named_parameters():
+            # None, not zero: an optimizer leaves a parameter without a gradient alone, and decays one with a gradient
+            # of zeros.
             parameter.grad = gradients[name].to(parameter.device) if name in gradients else None
 
     def _may_be_read(self) -> bool:
+        # Then it is the user's code that clears them, or does not.
         if not self.module.automatic_optimization or is_overridden("optimizer_zero_grad", self.module):
             return True
         if callbacks_of_type(self.trainer, StochasticWeightAveraging):
@@ -328,6 +347,7 @@ class UnsavedOutline(Part):
         }
         owners |= {f"optimizer {number}": optimizer for number, optimizer in enumerate(optimizers)}
         hooks = {path or "the module": _hook_names(owner) for path, owner in owners.items()}
+        # Else torch leaves out the second name of a tied weight.
         parameters = list(self.module.named_parameters(remove_duplicate=False))
         first = {id(parameter): name for name, parameter in reversed(parameters)}
         return {
@@ -379,6 +399,7 @@ def _copy_tensors(present: Mapping[str, Tensor], saved: Mapping[str, Tensor]) ->
 
 
 def _has_data(value: Any) -> bool:
+    # `data_ptr` of a parameter of a lazy module raises an error, and sparse tensors have none.
     is_plain = isinstance(value, Tensor) and not is_lazy(value) and value.layout is torch.strided
     return is_plain and value.device.type != "meta" and value.numel() > 0
 
@@ -396,8 +417,10 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     for name, value in tensors.items():
         if _has_data(value) and not (is_sharded(value) or value.is_quantized):
             flat = (torch.view_as_real(value) if value.is_complex() else value).detach().contiguous().reshape(-1)
+            # As integers: a sum of floats depends on its order, and NaN is not equal to itself.
             bits = flat.view(_INTEGERS.get(flat.element_size(), torch.int32))
             total = torch.zeros((), dtype=torch.int64, device=bits.device)
+            # Odd weights: a sum alone would not see two elements that are exchanged, nor an even weight the top bit.
             places = torch.arange(1, 2 * min(_CHUNK, bits.numel()), 2, dtype=torch.int32, device=bits.device)
             for chunk in bits.split(_CHUNK):
                 total = 31 * total + (chunk * places[: chunk.numel()]).sum(dtype=torch.int64)
@@ -414,6 +437,7 @@ def _is_number(value: Any) -> bool:
 
 def _may_change(value: Any) -> bool:
     """Whether a value of a communication hook's state may be another one at each step, and is no number."""
+    # What a state holds from its construction on.
     known = (str, type(None), type, torch.dtype, torch.device, torch.distributed.ProcessGroup)
     return not (_is_number(value) or isinstance(value, known) or callable(value))
 
@@ -424,6 +448,7 @@ def _hook_names(owner: Any) -> list[str]:
     for hook in hooks_of(owner):
         function = getattr(hook, "func", hook)  # of a partial
         named = function if hasattr(function, "__qualname__") else type(function)
+        # FSDP2 and DDP register theirs anew in each start, and so do tricks.
         if not str(named.__module__).startswith(("lightning_tricks.", "torch.distributed.")):
             found.append(str(named.__qualname__))
     return sorted(found)

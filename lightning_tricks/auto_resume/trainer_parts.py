@@ -40,6 +40,8 @@ from lightning_tricks.auto_resume.parts import (
 )
 
 # Those that shape the training
+# Attributes of the Trainer that callbacks set while it runs, as GradientAccumulationScheduler does with the first, and
+# that no checkpoint of Lightning 2.6.6 holds (checkpoint_connector.py, `dump_checkpoint`).
 SHAPING_SETTINGS = (
     "accumulate_grad_batches",
     "check_val_every_n_epoch",
@@ -66,6 +68,7 @@ class RandomStates(ComparedPart):
 
     def capture(self, walk: ObjectWalk) -> dict[str, Any]:
         """Return the states of the generators."""
+        # Not in a checkpoint of Lightning (#18780): after a resume, dropout and shuffling would draw other numbers.
         return {"rng": capture_rng_state()}
 
     def restore(self, saved: SavedState, phase: Phase) -> None:
@@ -82,6 +85,7 @@ class TrainerSettings(Part):
         super().__init__(trainer, module)
         self._settings = ChangedValues(self._present_settings())
         self._schedulers = ChangedValues({})
+        # StochasticWeightAveraging, for one, adds an epoch to `max_epochs` in `on_fit_start`.
         self._limits = ChangedValues(loop_limits(trainer))
 
     def note(self, phase: Phase) -> None:
@@ -91,6 +95,7 @@ class TrainerSettings(Part):
         elif phase in (Phase.LIMITS_GIVEN, Phase.LOADERS_CREATED):
             now = loop_limits(self.trainer)
             self._limits.initial |= {name: now[name] for name in self._given_limits(phase)}
+        # For its memory of what was other than at first, which the next save reads.
         elif phase in (Phase.BEFORE_HOOKS, Phase.AFTER_HOOKS):
             self.capture_shared({})
 
@@ -112,12 +117,15 @@ class TrainerSettings(Part):
         if phase is Phase.FIT_START:  # the Trainer refuses to restore an epoch beyond its `max_epochs`
             _, after = limits.get("max_epochs", (None, None))
             given = self.trainer.max_epochs
+            # checkpoint_connector.py, `restore_loops`: a run that a callback had extended could not be resumed with its
+            # own script.
             if after is not None and given is not None and 0 <= given < saved.manifest.epoch <= after:
                 set_loop_limits(self.trainer, {"max_epochs": after})
         elif phase in (Phase.LIMITS_GIVEN, Phase.LOADERS_CREATED):
             now = loop_limits(self.trainer)
             for name in limits.keys() & self._given_limits(phase):
                 before, after = limits[name]
+                # Neither of them: the user has given another limit for this start, and it holds.
                 if now[name] in (before, after):
                     self._limits.initial[name] = before
                     self._limits.note([name])
@@ -139,10 +147,12 @@ class TrainerSettings(Part):
     def restore_settings(self, settings: Mapping[str, Any]) -> None:
         """Restore what `changed_settings` returned."""
         self._settings.note(settings)
+        # As attributes that the Trainer has: one that a new Lightning renamed would be added, and read by nobody.
         set_private(self.trainer, **settings)
 
     def _given_limits(self, phase: Phase) -> Collection[str]:
         """Return the names of the limits that the Trainer sets last before a phase."""
+        # `FitLoop.setup_data` computes these of the loaders each time, and would undo what was restored before.
         return LOADER_LIMITS if phase is Phase.LOADERS_CREATED else loop_limits(self.trainer).keys() - LOADER_LIMITS
 
     def _present_settings(self) -> dict[str, Any]:
@@ -181,6 +191,7 @@ class CallbackStates(ComparedPart):
         """Return the states by the `state_key` of the callbacks."""
         found: dict[str, Any] = {}
         for callback in callbacks_of(self.trainer):
+            # Lightning gathers nothing: the states in its checkpoint are those of the process that writes it.
             state_dict = callback.state_dict() if self.trainer.world_size > 1 else {}
             state = {"in_epoch": _memory_of(callback)[0](), "state_dict": state_dict}
             if any(state.values()):
@@ -202,6 +213,7 @@ class CallbackStates(ComparedPart):
         device, has_ended = self.trainer.strategy.root_device, phase is Phase.RESULTS
         for callback in callbacks_of(self.trainer):
             state = saved.rank["callbacks"].get(callback.state_key, {})
+            # Of a fit that had ended, what Lightning's own callbacks hold is for epochs that do not come.
             if state.get("state_dict") and (not has_ended or isinstance(callback, TrickCallback)):
                 callback.load_state_dict(state["state_dict"])
             if state.get("in_epoch") and (not has_ended or isinstance(callback, ModelCheckpoint)):

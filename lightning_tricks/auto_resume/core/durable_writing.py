@@ -100,10 +100,14 @@ def _write(
             write(stream)
             stream.flush()
         except RuntimeError:
+            # torch 2.15 closes its zip writer on the way out, whose error hides the cause: "unexpected pos"
+            # (inline_container.cc).
             if hashing.error is not None:  # where the disk is full, `torch.save` raises a misleading error
                 raise hashing.error from None
             raise
         if flushes:
+            # A rename may be on the disk before the bytes are: after a power failure, the name would lead to an empty
+            # file.
             os.fsync(file.fileno())
     return hashing.digest.hexdigest(), hashing.size
 
@@ -120,6 +124,8 @@ class _HashingFile(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         try:
+            # A raw file may write less than it was given, on a disk that is nearly full; BufferedWriter calls again
+            # with the rest.
             written = self.file.write(data) or 0
         except OSError as error:
             self.error = error

@@ -41,9 +41,11 @@ def misses_slurm_signals() -> bool:
     Slurm sends them to what `srun` started. Without it, only the job script gets those that are sent to the batch
     shell, or what has taken its place by `exec`.
     """
+    # `srun` sets SLURM_STEP_ID for what it starts.
     if "SLURM_JOB_ID" not in os.environ or "SLURM_STEP_ID" in os.environ:
         return False
     try:
+        # Its parent is the step daemon where the job script has replaced itself by the program.
         return not Path(f"/proc/{os.getppid()}/comm").read_bytes().startswith(b"slurmstepd")
     except OSError:
         return False
@@ -51,6 +53,7 @@ def misses_slurm_signals() -> bool:
 
 def missed_submitit_signal(names: Sequence[str]) -> str:
     """Return the signal at which submitit requeues this job without a save, as it is not among names; or ""."""
+    # The default since submitit #1697, as NCCL handles SIGUSR1.
     name = "SIG" + os.environ.get("SUBMITIT_PREEMPT_SIGNAL", "USR2")
     if "SUBMITIT_EXECUTOR" not in os.environ or name not in KNOWN_SIGNALS or name in names:
         return ""
@@ -63,6 +66,7 @@ def signal_names(ranks: Sequence[Sequence[int]]) -> list[str]:
 
 
 def _can_handle_signals() -> bool:
+    # `signal.signal` raises ValueError in other threads; Ray trains in one.
     return threading.current_thread() is threading.main_thread()
 
 
@@ -111,6 +115,7 @@ class StopRequest:
         Each rank hands on what came to itself, and rank zero what came to any: submitit requeues from there alone. A
         fork of the process that launched it hands nothing on, as the handlers are those of that process.
         """
+        # submitit (job_environment.py, `checkpoint_and_try_requeue`) requeues on its rank zero, and returns on others.
         numbers = [] if EARLY_SIGNALS.is_forked else chain(*ranks) if rank == 0 else ranks[rank]
         EARLY_SIGNALS.forget()
         try:
@@ -133,6 +138,8 @@ class StopRequest:
         if self._exit_finalizer is not None:
             self._exit_finalizer.cancel()
 
+    # Runs between any two instructions of the program, in the middle of a write or a lock too: it only notes. Saving
+    # here hangs now and then (Lightning #21406).
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.detach is not None and number == _SIGHUP:
             self.detach()
@@ -167,6 +174,7 @@ class EarlySignals:
         """Note signals for a callback from here on, in the main thread: no other one can handle signals."""
         if hasattr(sys, "ps1") or not _can_handle_signals():
             return
+        # A fork has the handlers of its parent, and the parent's objects in their state of then.
         if self._process != os.getpid():
             self.is_forked = callback in self._waiting
             if not self.is_forked:  # it was made in this process, which is no rank of its parent's fit
@@ -175,6 +183,7 @@ class EarlySignals:
             self._waiting.clear()
         self._waiting[callback] = request
         self._paused.discard(callback)
+        # At exit, Python's own order holds; a signal that is raised again then would change the exit status.
         weakref.finalize(callback, self._after_death).atexit = False
         self._launcher.value = max(self._launcher.value, 0)
         self._update_handlers()
@@ -226,6 +235,8 @@ class EarlySignals:
         requests = self._active_requests()
         for number in {number for request in requests for number in request.signal_numbers} - {signal.SIGINT}:
             found = signal.getsignal(number)
+            # signal_connector.py of Lightning 2.6.6, `register_signal_handlers`: with `_has_already_handler(sigusr)`,
+            # requeueing is left to whoever has the signal.
             is_left = "SLURM_JOB_ID" in os.environ and found == signal.SIG_DFL and number != signal.SIGTERM
             if found not in (None, self._note) and not is_left:  # one that is not Python's could not be restored
                 self._found[number] = found
@@ -238,6 +249,7 @@ class EarlySignals:
         self._restore_unused_handlers()
         if self._noted and not list(self._waiting):
             number, self._noted = self._noted, 0
+            # With the handler that was found, or the system's: the process ends as if nobody had waited.
             signal.raise_signal(number)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -275,6 +287,7 @@ class RankAgreement:
         self._group: Any = None
         self._is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         self._is_distributed = self._is_distributed and torch.distributed.get_world_size() > 1
+        # NCCL would queue the exchange behind all kernels of the step, and reading the answer would wait for them.
         if self._is_distributed and torch.distributed.get_backend() != "gloo":
             self._group = torch.distributed.new_group(backend="gloo")
         self._steps_left = 1  # steps until the next exchange
@@ -309,9 +322,11 @@ class RayDrains:
     """
 
     def __init__(self, world_size: int) -> None:
+        # Not imported: a worker of Ray has it, and others need not pay for it.
         train: Any = sys.modules.get("ray.train")
         self.can_ask, self._asked_at, self._known = False, time.monotonic(), None
         self._get_info: Any = getattr(train, "get_preemption_info", None)
+        # Added by ray #64360.
         if self._get_info is not None:  # older versions lack it
             with suppress(RuntimeError, DeprecationWarning):  # this process is no worker, or one of Ray Tune
                 self.can_ask = train.get_context().get_world_size() == world_size
@@ -339,6 +354,8 @@ def redirect_output(path: Path) -> None:
         log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     except OSError:
         log = os.open(os.devnull, os.O_WRONLY)  # a closed terminal must not end the run
+    # By descriptors, which child processes and libraries in C share; a write to a closed terminal is EIO, and would end
+    # the run.
     for target, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, log), (2, log)):
         if not _is_file(target):
             os.dup2(source, target)

@@ -15,6 +15,7 @@ from lightning_tricks._shared.file_locks import has_exited, this_process
 from lightning_tricks.auto_resume.core.store.object_store import ObjectStore, StoreError
 
 SECONDS_ALIVE = 30.0  # for which a record counts as a sign of life
+# As s3rver, gcp-storage-emulator and some proxies do; S3, GCS and Azure refuse the second one.
 _SECONDS_UNTIL_VISIBLE = 0.5  # after which a store that ignores "create only" shows whose record is there
 _RECORD = re.compile(r"owner-(\d{6,})\.json")
 
@@ -56,11 +57,14 @@ class Lease:
             if not number or self._is_over(number, record):
                 if self._create(number + 1):
                     self.number = number + 1
+                    # After the new one is there: without any, two starts would both take number 1.
                     self._store.remove(self._name(old) for old in self._numbers() if old < self.number)
+                    # Sending a large file takes longer than a record counts as a sign of life.
                     threading.Thread(target=self._keep, name="AutoResume-lease", daemon=True).start()
                     return number
                 continue
             owner = f"process {record.get('worker')} on {record.get('host')}"
+            # The process that sends outlives the one that trains.
             is_finishing = record.get("finishing") or has_exited({**record, "pid": record.get("worker")})
             if first is None:
                 first = record
@@ -138,6 +142,7 @@ class Lease:
     def _is_over(self, number: int, record: dict[str, Any]) -> bool:
         if record.get("released") or has_exited(record):
             return True
+        # Clocks of machines may differ by more than a lease lasts: the times of two objects are both of the store.
         probe = f"{self._folder}clock-{secrets.token_hex(4)}"
         self._store.write(probe, b"")
         try:
@@ -157,5 +162,6 @@ class Lease:
         return f"{self._folder}owner-{number:06d}.json"
 
     def _record(self, **more: object) -> bytes:
+        # Random, so that each renewal can be told from the one before, and one process from another.
         values = {**this_process(), "worker": self._worker, "sign": secrets.token_hex(8), **more}
         return json.dumps(values).encode()

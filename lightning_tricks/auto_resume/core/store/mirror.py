@@ -72,6 +72,7 @@ class Mirror:
                 f"{self.scratch} has checkpoints of a run that {where}, not to {self.store.address}. Give an empty "
                 "scratch folder."
             )
+        # Another run took over while nothing was sent here: what it wrote is newer.
         if is_again and state.get("owner") != lease.newest_number():
             raise lease.lost()
         owner_before = lease.acquire(say)
@@ -107,6 +108,7 @@ class Mirror:
                     break
                 say(problem)
                 if is_owner:  # it counts no more, and its number stays taken
+                    # An object store has no rename.
                     manifest = _start(prefix, name) + MANIFEST
                     self.store.write(manifest + CORRUPT_SUFFIX, self.store.read(manifest))
                     self.store.remove([manifest])
@@ -136,6 +138,7 @@ class Mirror:
         problem = self.find_problem(folder, name)
         staged = folder.private / _FETCHING
         if not problem:
+            # Renamed when complete: a kill in between leaves no half of a checkpoint under its name.
             (staged / PRIVATE_DIR / name).replace(folder.private / name)
         remove_path(staged)
         return problem and f"the checkpoint {self.address_of(folder.private / name)} cannot be used: {problem}."
@@ -238,6 +241,7 @@ class Mirror:
                 self.store.put(start + file, source / file)
         lease.renew()  # between the bytes and the name: nobody else has begun meanwhile
         if not is_there:
+            # Only if there is none, for the moment between the check and this line: of two writers, one has it.
             is_there = not self.store.create(start + MANIFEST, data)
         if is_there and self.store.read(start + MANIFEST) != data:  # of loggers, at the end of the fit
             self.store.write(start + MANIFEST, data)
@@ -249,6 +253,7 @@ class Mirror:
         """Send the files beside the checkpoints that have changed."""
         changed = {name: path for name, path in self._files() if self._sent.get(name) != _stat(path)}
         own = {name for name in changed if _FIT.match(name)}
+        # An object of this name that no record of the run has may be anybody's.
         self._foreign |= {name for name in changed if name in objects and name not in self._sent} - own
         travelling = changed.keys() - own - self._foreign
         if new := travelling - self._sent.keys():  # recorded before: no object is left without an owner
@@ -301,6 +306,7 @@ class Mirror:
 
     def _remove_checkpoint(self, prefix: str, name: str, objects: Mapping[str, int]) -> None:
         start = _start(prefix, name)
+        # Manifest first: what is left after a kill does not count as a checkpoint.
         self.store.remove(sorted((each for each in objects if each.startswith(start)), key=_manifest_first))
 
     def _read_record(self) -> dict[str, list[int]]:
@@ -356,6 +362,7 @@ def _stat(path: Path) -> list[int]:
 
 def _link_or_copy(source: Path, target: Path) -> None:
     try:
+        # A link costs nothing, and keeps the bytes when the folder removes its name.
         os.link(source, target)
     except FileNotFoundError:
         raise

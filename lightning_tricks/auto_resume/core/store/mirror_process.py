@@ -35,6 +35,7 @@ _SCHEDULERS_SIGNALS = [
 def default_scratch(address: str) -> Path:
     """Return a folder for an address in the cache of the user, which nodes may share."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))  # noqa: PTH111 - Path's raises
+    # With the name of the machine, as nodes may share the home folder, and each has its own copy of the run.
     digest = hashlib.sha256(f"{address.rstrip('/')} {platform.node()}".encode()).hexdigest()[:16]
     return cache / "lightning_tricks" / "runs" / digest
 
@@ -118,6 +119,7 @@ class MirrorProcess:
         try:
             self._wait(timeout)
         except subprocess.TimeoutExpired:
+            # A request to a server that hangs does not end by itself.
             self._kill()
             self._wait(None)
             return f"sending to {self.address} took longer than {timeout:g} s"
@@ -132,12 +134,15 @@ class MirrorProcess:
     def _launch(self) -> IO[str]:
         self.folder.private.mkdir(parents=True, exist_ok=True)
         with (self.folder.private / _LOG_FILE).open("wb") as log:
+            # Not `multiprocessing`: "fork" would share connections, which break (fsspec's event loop is a thread that a
+            # fork lacks), "spawn" would import the user's script once more.
             process = subprocess.Popen(  # noqa: S603 - this file
                 [sys.executable, __file__],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 encoding="utf-8",
+                # The program may have changed `sys.path`, and may run where the package is not installed.
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
                 start_new_session=True,  # Ctrl+C is for the run
             )
@@ -159,6 +164,8 @@ def _fsspec_config() -> dict[str, Any]:
     with suppress(ImportError, TypeError, ValueError):
         from fsspec.config import conf
 
+        # Credentials and endpoints that the script has set in `fsspec.config.conf` would not be known to another
+        # process.
         return dict(json.loads(json.dumps(conf)))
     return {}
 
@@ -207,8 +214,11 @@ def _serve(orders: IO[str], answers: IO[str]) -> None:
     attempt, left = 0, _LAST_ATTEMPTS
     while left:
         is_asked.wait(_SECONDS_BETWEEN_LOOKS)
+        # The parent is another process when the one that trains has ended; the pipe stays open while a forked worker
+        # holds it.
         if lease.is_finishing or has_ended.is_set() or os.getppid() != parent:  # workers of a killed run hide its end
             if os.getppid() != parent and not lease.is_finishing:
+                # Nobody is left who would kill it.
                 threading.Timer(order["timeout"], os._exit, [1]).start()
             lease.is_finishing, left = True, left - 1
         try:
@@ -232,6 +242,7 @@ def _serve(orders: IO[str], answers: IO[str]) -> None:
 
 if __name__ == "__main__":
     for _number in (signal.SIGINT, signal.SIGTERM, *_SCHEDULERS_SIGNALS):
+        # Slurm signals all processes of a job step, also this one, which has the last save to send.
         signal.signal(_number, signal.SIG_IGN)  # it ends with the run
     _serve(sys.stdin, sys.stdout)
     os._exit(0)  # connections that are still open do no harm

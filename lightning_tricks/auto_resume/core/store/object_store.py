@@ -41,6 +41,9 @@ class ObjectStore:
                 from fsspec.core import url_to_fs
 
                 options = {"auto_mkdir": True} if self.address.startswith(("file:", "local:")) else {}
+                # fsspec gives one object for equal arguments, with the credentials of its first use and the listings of
+                # all (s3fs #657, #851): others write here, and credentials expire (s3fs #500). Folders on a disk have
+                # to be made, unlike names in a store.
                 files, root = url_to_fs(self.address, use_listings_cache=False, skip_instance_cache=True, **options)
             except ImportError as error:
                 needed = needed_for_address(self.address, error)
@@ -56,6 +59,7 @@ class ObjectStore:
         """Return the names of all objects below the address, and their sizes in bytes."""
         with self._explaining():
             files, root = self._connect()
+            # Some file systems have a cache of their own beside that of fsspec.
             files.invalidate_cache()
             found = files.find(root, detail=True)
         start = root.lstrip("/") + "/"
@@ -90,6 +94,7 @@ class ObjectStore:
         """Create an object; return False if there is one, where the store can tell."""
         with self._explaining():
             try:
+                # `If-None-Match: *` and its like at other stores (fsspec #1693; since s3fs 2024.12).
                 self._files.pipe_file(self._path(name), data, mode="create")
             except FileExistsError:
                 return False
@@ -127,6 +132,7 @@ class ObjectStore:
         except Exception as error:  # of one of fsspec's many libraries
             if may_lack and isinstance(error, FileNotFoundError):
                 raise
+            # Opened anew at the next call, which reads renewed credentials.
             self._connection = None
             text = " ".join(describe_error(error).split())[:300].rstrip(".")
             raise StoreError(
