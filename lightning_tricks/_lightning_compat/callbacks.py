@@ -98,6 +98,8 @@ def capture_lottery_tickets(callback: ModelPruning) -> dict[str, Any]:
 @needs_private("AutoResume")
 def restore_lottery_tickets(callback: ModelPruning, saved: Mapping[str, Any]) -> None:
     """Restore tickets, after the parameters were restored."""
+    # `ModelPruning.setup` copies the weights of this start, which in a resumed run are others than those of the first
+    # one.
     for name, (ticket, parameter) in _tickets_with_parameters(callback):
         if name not in saved:
             continue
@@ -126,6 +128,7 @@ def device_peak_flops(trainer: Trainer) -> float | None:
     from lightning_tricks._lightning_compat.flavor import get_available_flops
 
     with needs_private("FlopsReport's peak"):
+        # Lightning's table has a row for each dtype: with bfloat16, the peak is a multiple of that of float32.
         dtype_of = import_lightning("pytorch.callbacks.throughput_monitor")._plugin_to_compute_dtype
     return get_available_flops(trainer.strategy.root_device, dtype_of(trainer.precision_plugin))
 
@@ -147,6 +150,8 @@ def providing_flops_per_batch(
         flops: The FLOPs of one training step.
         monitors: The callbacks that read it; on exit they forget that the module had it.
     """
+    # ThroughputMonitor reads it from the module and nowhere else; left there, it would count for the user's next fit
+    # too.
     set_flops_per_batch(module, flops)
     try:
         yield

@@ -159,6 +159,7 @@ def checkpoint_contents_changed(
     def restore_model() -> None:
         with needs_private("TrainableCheckpoint"):
             checkpoint: dict[str, Any] = connector._loaded_checkpoint
+        # An empty dict where nothing is resumed.
         if checkpoint:
             before_restore(checkpoint)
         restore()

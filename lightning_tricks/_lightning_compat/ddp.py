@@ -97,6 +97,8 @@ def gradients_kept_apart(
         whole_state: Makes the state dict of an optimizer on this rank that of all ranks; called on all ranks.
         own_state: The reverse, for a checkpoint that is loaded.
     """
+    # For an ensemble whose members the ranks share out: averages would mix members that are not each other's, and rank
+    # zero, which writes a checkpoint, has some of them only.
     strategy: Any = trainer.strategy
     module_state, state = strategy.lightning_module_state_dict, strategy.optimizer_state
     load = strategy.load_optimizer_state_dict

@@ -86,6 +86,8 @@ def _ending_class(kind: Any, end: Any, is_certain: Callable[[Any], bool]) -> typ
             super().__iter__()
             parts = self.flattened
             with needs_private("EndTogether"):
+                # In a sequential loader each part has its own end; in other modes all are read at once, and end at
+                # once.
                 is_sequential, limits = self._mode == "sequential", self._iterator.limits or [_UNKNOWN] * len(parts)
             if is_sequential:
                 lengths = [min(_length(part), limit) for part, limit in zip(parts, limits, strict=True)]
@@ -99,6 +101,8 @@ def _ending_class(kind: Any, end: Any, is_certain: Callable[[Any], bool]) -> typ
             """Return the next batch if each rank has one of the same part."""
             if not end.asks:
                 return super().__next__()
+            # Each rank says in which part its batch is: a rank that ended alone would leave the others waiting in a
+            # gradient's exchange.
             item, num_parts = self.fetch_own(), len(self.flattened)
             while True:
                 least, furthest = end.compare(item[2])

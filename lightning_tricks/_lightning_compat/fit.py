@@ -113,6 +113,7 @@ def slurm_requeue_signal(trainer: Trainer) -> str | None:
     from lightning_tricks._lightning_compat.flavor import SLURMEnvironment
 
     with needs_private("AutoResume"):
+        # Lightning then handles this signal itself (signal_connector.py): it saves within the handler, and requeues.
         environment = trainer._accelerator_connector.cluster_environment
     if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
         return None
@@ -287,6 +288,7 @@ def loop_limits(trainer: Trainer) -> dict[str, Any]:
 def set_loop_limits(trainer: Trainer, limits: dict[str, Any]) -> None:
     """Set what `loop_limits` returns, or a part of it."""
     fit = trainer.fit_loop
+    # `min_steps` and `max_steps` are held by the inner loop; FitLoop shows them without a setter.
     owners = dict.fromkeys(_FIT_LIMITS, fit) | dict.fromkeys(_EPOCH_LIMITS, fit.epoch_loop)
     for name in limits.keys() & {*owners, "val_check_batch"}:
         set_private(owners.get(name, trainer), **{name: limits[name]})

@@ -164,6 +164,7 @@ class _ObservedLoops:
             self._in_advance_start = False
 
     def _setup_validation_data(self) -> None:
+        # Before the original, which notes the epoch, so that the answer would be another one after it.
         reloaded = _reloads(self._validation, "_should_reload_val_dl")
         is_due = _combined_loader(self._validation) is None or reloaded
         with self._created_in_its_epoch("validation") if is_due else nullcontext():

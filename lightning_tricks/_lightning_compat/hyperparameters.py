@@ -28,6 +28,7 @@ def hyperparameters_for_loggers(trainer: Trainer) -> dict[str, Any]:
     """Return what the Trainer is about to send to its loggers as the hyper-parameters of module and datamodule."""
     with needs_private("SeedEverything's record in the loggers"):
         owners = [trainer.lightning_module, datamodule_of(trainer)]
+        # False after `save_hyperparameters(logger=False)` (loggers/utilities.py, `_log_hyperparams`).
         logged = [initial_hyperparameters(owner) for owner in owners if owner is not None and owner._log_hyperparams]
     return {name: value for hparams in logged for name, value in hparams.items()}
 

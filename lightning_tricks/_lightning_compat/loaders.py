@@ -23,6 +23,7 @@ def lightning_module_in(module: nn.Module) -> LightningModule | None:
     module = unwrap_model(module)
     if isinstance(module, LightningModule):
         return module
+    # DDP and DataParallel keep it so, and `torch.compile` may be inside or outside of them.
     inner = getattr(module, "module", None)
     return lightning_module_in(inner) if isinstance(inner, nn.Module) else None
 
@@ -85,6 +86,7 @@ def predict_loaders_prepared(
         setup_data()
         if not loop.skip:
             loaders, given = loop._combined_loader.flattened, loop._combined_loader.iterables
+            # `flattened` has lost the names; a dict within the dict has fewer of them than loaders.
             is_named = isinstance(given, Mapping) and len(given) == len(loaders)
             names = map(str, given if is_named else range(len(loaders)))
             prepare(dict(zip(names, loaders, strict=True)), loop.max_batches)

@@ -120,6 +120,8 @@ def observe_logged_values(trainer: Trainer, function: Callable[[Mapping[str, Any
     """
     with needs_private("RunReport"):
         connector = trainer._logger_connector
+        # Here, and not in a logger: `log_metrics` returns early without one, and turns tensors into numbers, which
+        # waits for the device.
         log_metrics = connector.log_metrics
 
     def observed(metrics: Any, step: int | None = None) -> None:
@@ -159,6 +161,7 @@ def log_to_loggers(trainer: Trainer, values: dict[str, float], step: int) -> Non
     Callbacks with a method `on_values_sent` are told as well.
     """
     if trainer.is_global_zero and values:
+        # Values in the results of the loop would be sent with those of another step, or once more.
         for logger in trainer.loggers:
             logger.log_metrics(values, step=step)
         for callback in callbacks_of(trainer):

@@ -38,6 +38,7 @@ def logger_version(logger: Any) -> int | str | None:
 def log_dir_for_version(logger: Any, version: int | str | None) -> Path:
     """Return the directory that a CSVLogger or TensorBoardLogger would have with a version."""
     before = logger._version
+    # `log_dir` is computed of it, and takes no argument.
     set_private(logger, _version=version)
     try:
         return Path(os.path.abspath(logger.log_dir))  # noqa: PTH100 - resolves no links

@@ -114,6 +114,7 @@ def losses_changed_by(trainer: Trainer, change: Callable[[Tensor], Tensor]) -> I
 
     def training_step(*args: Any, **kwargs: Any) -> Any:
         output = plain(*args, **kwargs)
+        # Both are allowed (automatic.py, `from_training_step_output`); anything else is left for Lightning to refuse.
         if isinstance(output, Mapping) and "loss" in output:
             return {**output, "loss": change(output["loss"])}
         return change(output) if isinstance(output, Tensor) else output
@@ -163,6 +164,7 @@ class LogQueue:
 
     def __init__(self, trainer: Trainer, merge: Callable[..., tuple[Any, Any]]) -> None:
         with needs_private(_TRICK):
+            # `LightningModule.log` ends in this collection, after it has checked its arguments.
             self._results: Any = trainer.fit_loop.epoch_loop._results
             self._log = self._results.log
         self._merge = merge
@@ -188,6 +190,8 @@ class LogQueue:
     @contextmanager
     def keeping(self) -> Iterator[None]:
         """Keep what is logged, until `flush` is called; what is left when the context is left is dropped."""
+        # A batch that does not fit is tried again in smaller parts, and a comparison runs beside the training: what
+        # these log is dropped, and the values of the batch are logged once.
         outer, self._waiting = self._waiting, {}
         try:
             yield

@@ -70,6 +70,7 @@ def _calling(
         started(stage)
         try:
             return plain(*args)
+        # Workers that fail to start are an end as well: who waits for one would report a hang.
         finally:
             ended(stage)
 
@@ -86,6 +87,7 @@ def _reporting(
         started(stage)
 
     def on_after_fetch() -> None:
+        # Within the profiler's span, which begins before and ends behind it.
         ended(stage)
         plain_after()
 
@@ -150,6 +152,7 @@ def _reporting_errors(plain: Callable[..., Any], on_error: Callable[[Exception],
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return plain(*args, **kwargs)
+        # Not KeyboardInterrupt and SystemExit, by which a run is stopped on purpose.
         except Exception as error:
             on_error(error)
             raise

@@ -80,6 +80,7 @@ def take_first_rows(values: Mapping[str, Any], size: int, count: int) -> Mapping
         size: The number of samples in the batch.
         count: How many of them to take.
     """
+    # A batch may hold a value for all of it, such as a mean; what is neither that nor has its rows is unclear.
     rows = {name: value for name, value in values.items() if has_rows(value)}
     if count and any(len(value) != size for name, value in rows.items() if name != "loss"):
         return ", ".join(f"{name} {tuple(getattr(v, 'shape', [len(v)]))}" for name, v in rows.items())

@@ -83,6 +83,7 @@ def named_callbacks(trainer: Trainer) -> dict[str, Callback]:
     """Return the callbacks by names that do not depend on callbacks of other types, as `callbacks.EarlyStopping`."""
     found: dict[str, Callback] = {}
     for callback in callbacks_of(trainer):
+        # By class and number: a resumed run may have one more progress bar in front.
         alike = sum(type(other).__name__ == type(callback).__name__ for other in found.values())
         found[f"callbacks.{type(callback).__name__}{alike or ''}"] = callback
     return found
@@ -90,6 +91,7 @@ def named_callbacks(trainer: Trainer) -> dict[str, Callback]:
 
 def _named_metrics(trainer: Trainer) -> Iterator[tuple[str, Metric]]:
     """Yield the path and the metric of all metrics that may be logged, also of callbacks and in containers."""
+    # A metric that is logged has to be an attribute of the module (`LightningModule.log`), or is one of a callback.
     yield from _metrics_in("", trainer.lightning_module)
     for name, callback in named_callbacks(trainer).items():
         yield from _metrics_in(name, vars(callback))
@@ -101,6 +103,7 @@ def _metrics_in(path: str, value: Any, parents: tuple[int, ...] = ()) -> Iterato
     if issubclass(kind, nn.Module):
         parts = ((f"{path}.{name}".strip("."), part) for name, part in value.named_modules())
         yield from ((name, part) for name, part in parts if isinstance(part, Metric))
+    # Such a list is no ModuleList, and `named_modules` does not see it; it may hold itself.
     elif kind in (dict, list, tuple) and id(value) not in parents:
         named = value.items() if kind is dict else enumerate(value)
         for name, part in named:
@@ -110,6 +113,7 @@ def _metrics_in(path: str, value: Any, parents: tuple[int, ...] = ()) -> Iterato
 
 def _result_state(trainer: Trainer, key: str, item: Mapping[str, Any], paths: Mapping[int, str]) -> dict[str, Any]:
     meta, sync, is_tensor = item["meta"], item["meta"].sync, item["is_tensor"]
+    # As plain values: a checkpoint loads with `weights_only`, and holds no class of Lightning.
     plain = {name: getattr(meta, name) for name in _RESULT_FIELDS}
     plain |= {"reduce_fx": meta.reduce_fx.__name__, "dataloader_idx": meta.dataloader_idx}
     plain |= {"metric_attribute": meta.metric_attribute}
@@ -141,6 +145,8 @@ def merged_result(
 
 def _restore_result(trainer: Trainer, item: dict[str, Any], metrics: Mapping[str, Metric]) -> None:
     results = import_lightning("pytorch.trainer.connectors.logger_connector.result")
+    # It compares equal to what the next `log` makes of the same arguments; any difference there is an error ("twice ...
+    # with different arguments").
     meta = results._Metadata(**item["meta"])
     meta.sync = results._Sync(fn=trainer.strategy.reduce if item["reduces"] else results._Sync.no_op, **item["sync"])
     result: Any = results._ResultMetric(meta, item["is_tensor"])

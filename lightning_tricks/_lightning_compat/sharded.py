@@ -107,6 +107,7 @@ def partial_shards_loaded(
             checkpoint: dict[str, Any] = torch.load(
                 path / "meta.pt", map_location="cpu", weights_only=kwargs.get("weights_only")
             )
+            # Shards lie beside this file: which weights they lack is known of what a callback noted in it.
             names = left_out({"state_dict": {}, **checkpoint})
         if not names:
             return load_whole(checkpoint_path, *args, **kwargs)
@@ -127,6 +128,8 @@ def _load_but(names: Collection[str], strategy: Any, path: Path) -> dict[str, An
     whole = states.get_model_state_dict(model).items()
     weights = {name: value for name, value in whole if strip_compile_prefix(name) not in names}
     engine.load({"state_dict": weights}, checkpoint_id=path)
+    # Not strict, for the weights that are left out; those of the file were looked for by name, and a missing one is an
+    # error of `load`.
     model.load_state_dict(weights, strict=False)
     for key, optimizer in optimizers.items():
         part = {key: states.get_optimizer_state_dict(model, optimizer)}

@@ -57,6 +57,7 @@ def _calling_first(plain: Callable[..., None], called: Callable[[list[Tensor], f
     signature = inspect.signature(plain)
 
     def clip(*args: Any, **kwargs: Any) -> None:
+        # Callers give the bound by position or by its name.
         given = signature.bind(*args, **kwargs)
         parameters, bound, *_ = given.args
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)  # of a generator, once

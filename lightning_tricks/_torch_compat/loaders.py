@@ -175,6 +175,8 @@ def call_before_next_batch(iterator: Any, call: Callable[[], object]) -> None:
     """Call a function once, before an iterator fetches its next batch."""
     _fetch_next(iterator)
     own = vars(iterator)
+    # Another function may be there for each batch, and stays; this one is called once, and takes itself away before it
+    # fetches.
     replaced = own.get("_next_data")
 
     def fetch_after_call() -> Any:

@@ -81,6 +81,7 @@ def memory_that_ran_out(error: BaseException) -> Literal["device", "host", ""]:
 
     An error that was raised from such an error counts as well, as compilers raise it.
     """
+    # `__cause__` of an error may lead round in a circle.
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:

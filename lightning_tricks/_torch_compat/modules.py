@@ -26,6 +26,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 @cache
 def module_internals() -> frozenset[str]:
     """Return the attributes in which every module keeps what torch knows of it."""
+    # Of a new module, as each torch adds some: none of them is an attribute of the user.
     internals = frozenset(vars(nn.Module()))
     with needs_private(_USERS):
         for name in REGISTRIES:
@@ -167,6 +168,7 @@ def hooks_of(owner: nn.Module | Tensor | Optimizer) -> list[Any]:
         registered = [getattr(owner, name, {}) for name in _OF_OPTIMIZERS]  # wrappers may not call its constructor
     else:
         registered = [getattr(owner, name) for name in (_OF_TENSORS if isinstance(owner, Tensor) else _OF_MODULES)]
+    # Masks of pruning are restored by themselves, with their hooks.
     # tensors have None until a hook is registered
     return [hook for hooks in registered for hook in (hooks or {}).values() if not isinstance(hook, BasePruningMethod)]
 

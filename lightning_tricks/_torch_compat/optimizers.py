@@ -43,6 +43,7 @@ def scale_of(scaler: GradScaler) -> Tensor:
 
 def inner_schedulers(scheduler: object) -> list[Any]:
     """Return the schedulers that a SequentialLR or a ChainedScheduler steps; none for any other."""
+    # Only these have several; ReduceLROnPlateau and others have no attribute of the name.
     if not isinstance(scheduler, SequentialLR | ChainedScheduler):
         return []
     with needs_private("GradualUnfreezing(lr_multipliers=...)"):

@@ -214,6 +214,7 @@ class FitState:
         yield from self._owners.module.buffers()
         for optimizer in self._trainer.optimizers:
             for state in optimizer.state.values():
+                # Optimizers that are not torch's may keep objects.
                 values: Any = state.values() if isinstance(state, dict) else ()
                 yield from (value for value in values if isinstance(value, Tensor))
 
@@ -269,6 +270,8 @@ class FitState:
         if self._noted is None:
             return
         (saved, names, drawn, sentences), self._noted = self._noted, None
+        # Code of a first step, such as a cache that is filled when it is needed, makes objects as they were: no warning
+        # of these.
         missing = [name for name in names if not (made_step and self._came_again(saved, name.partition(" (")[0]))]
         if len(missing) < len(names):
             self._tell_callbacks([*missing, *drawn, *("the data" for _ in sentences[:1])])
@@ -289,6 +292,7 @@ class FitState:
         if present is None or type_name(type(present)) != kind:
             return False
         now = self.attributes.changes()["values"]
+        # The class alone says little: its attributes have to be there, with the values of the stopped run.
         inside = [name for name in (*before["values"], *before["lost"]) if name.startswith(f"{path}.")]
         return all(
             name in now

@@ -137,6 +137,7 @@ class LoggerState:
 
     def _loggers_with_records(self, records: object) -> list[tuple[int, Any, Mapping[str, Any]]]:
         """Return number, logger and record: the n-th logger of a kind has the n-th record of that kind."""
+        # By kind, as a start may have other loggers, or the same in another order.
         left = [record for record in records if _is_valid(record)] if isinstance(records, list) else []
         found = []
         for number, logger in enumerate(self.loggers):
@@ -260,6 +261,7 @@ class CsvRows:
 
 def _read_rows(path: Path) -> tuple[list[str], list[dict[str, str]]]:
     """Return the names of the columns of a CSV file, and its rows without empty values; nothing if it is unreadable."""
+    # A kill may leave half of a row, or of a character.
     with suppress(OSError, UnicodeDecodeError, csv.Error), open_file(path) as file:
         reader = csv.DictReader(io.TextIOWrapper(file, locale.getpreferredencoding(False), newline=""))
         rows = [{name: value for name, value in row.items() if name and value} for row in reader]
@@ -271,6 +273,7 @@ def _is_valid(record: Any) -> bool:
     """Whether a record that was read is complete, and its version names nothing outside of the logger's directory."""
     if not isinstance(record, dict) or record.get("kind") not in (*_ON_DISK, "wandb", "mlflow"):
         return False
+    # It comes from a checkpoint: with a version such as "../..", files of others would be truncated.
     version, files, rows = record.get("version"), record.setdefault("files", {}), record.setdefault("rows", 0)
     is_plain = (
         type(version) in (int, str) and _PLAIN_VERSION.fullmatch(str(version)) and ".." not in str(version).split("/")

@@ -65,6 +65,7 @@ def modules_of(trainer: Trainer, module: LightningModule) -> dict[str, nn.Module
     """Return the module that is trained under "", and the modules that callbacks hold, such as metrics, by paths."""
     found: dict[str, nn.Module] = {"": module}
     for path, callback in named_callbacks(trainer).items():
+        # Lightning saves the state dict of the trained module alone: metrics that a callback holds would begin anew.
         held = {f"{path}.{name}": value for name, value in vars(callback).items() if isinstance(value, nn.Module)}
         found |= {name: value for name, value in held.items() if value is not module}
     return found
@@ -394,6 +395,7 @@ def _copy_tensors(present: Mapping[str, Tensor], saved: Mapping[str, Tensor]) ->
     """Copy saved tensors into those that have the same names and shapes."""
     with torch.no_grad():
         for name, value in saved.items():
+            # Into the tensors that are there: optimizers, views and other modules hold these.
             if name in present and present[name].shape == value.shape:
                 present[name].copy_(value)
 

@@ -238,6 +238,7 @@ class WeightAveraging(Part):
 
 def _memory_of(callback: Any) -> tuple[Callable[[], dict[str, Any]], Callable[[dict[str, Any]], object]]:
     """Return what captures, and what restores, what a callback remembers within an epoch."""
+    # Lightning's callbacks have no method for it, and their classes cannot be given one.
     for kind, capture, restore in _MEMORIES:
         if isinstance(callback, kind):
             return partial(capture, callback), partial(restore, callback)

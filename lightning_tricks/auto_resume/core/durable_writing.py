@@ -84,6 +84,7 @@ def save_durably(value: Any, path: str | os.PathLike[str]) -> tuple[str, int]:
 
 def file_digest(file: IO[bytes]) -> Any:
     """Return the SHA-256 of the rest of an open file, as an object of hashlib."""
+    # In blocks: a checkpoint may be larger than the memory.
     digest = hashlib.sha256()
     while block := file.read(1 << 20):
         digest.update(block)

@@ -223,6 +223,7 @@ class EarlySignals:
 
     def _restore_unused_handlers(self) -> None:
         """Restore the handlers if nobody waits; install none, as a fit may handle signals itself meanwhile."""
+        # Weak keys: `list` leaves out callbacks that nobody holds any more.
         if not list(self._waiting):
             self._launcher.value = min(self._launcher.value, _OVER)
         if not self._active_requests():
@@ -253,6 +254,7 @@ class EarlySignals:
             signal.raise_signal(number)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        # Runs between any two instructions of the program, in a fork of it too.
         is_over = self._process != os.getpid() or self._launcher.value == _OVER
         requests = [] if is_over else list(self._waiting.values())
         if not requests:
@@ -301,6 +303,8 @@ class RankAgreement:
         self._steps_left -= 1
         if self._steps_left:
             return [False] * len(questions)
+        # All ranks have to compute the same number of steps: what was measured is exchanged too, and the slowest
+        # counts.
         now = time.monotonic()
         seconds_per_step = (now - self._last_exchange) / self._steps_between
         answers = torch.tensor([*map(float, questions), seconds_per_step], dtype=torch.float64)

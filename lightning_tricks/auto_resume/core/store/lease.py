@@ -155,6 +155,7 @@ class Lease:
     def _create(self, number: int) -> bool:
         record = self._record()
         self._store.create(self._name(number), record)
+        # Two starts that both wrote see the same record then, which is that of one of them.
         time.sleep(_SECONDS_UNTIL_VISIBLE)
         return self._store.read(self._name(number)) == record
 

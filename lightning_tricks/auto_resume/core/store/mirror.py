@@ -123,6 +123,7 @@ class Mirror:
         """Fetch what is beside the checkpoints of a fit in its private folder."""
         start = f"{prefix}{PRIVATE_DIR}/"
         for name in objects:
+            # By a pattern of names that this package writes: any other object there might be put anywhere.
             if name.startswith(start) and _RECORDS.fullmatch(name[len(start) :]):
                 self.store.get(name, folder.private / name[len(start) :])
 
@@ -130,6 +131,7 @@ class Mirror:
         """Fetch a checkpoint, and return why that was impossible, or ""."""
         folder = CheckpointFolder(self.scratch / prefix)
         folder.private.mkdir(parents=True, exist_ok=True)
+        # What a killed fetch has left.
         remove_path(folder.private / name)
         return self.fetch_checkpoint(folder, name)
 
@@ -151,6 +153,7 @@ class Mirror:
         target, file = staged.private / name, MANIFEST
         try:
             self.store.get(start + MANIFEST, target / MANIFEST)
+            # First: it names the files, and the SHA-256 that each has to have.
             manifest = load_manifest(target)
             for file in manifest.files:
                 self.store.get(start + file, target / file)
@@ -268,6 +271,8 @@ class Mirror:
 
     def _remove_gone(self) -> None:
         """Remove the files of this run that are no longer in the local folder."""
+        # Else checkpoints that ModelCheckpoint has removed would come back with the next machine. Only what this run
+        # sent.
         if gone := self._sent.keys() - dict(self._files()):
             self.store.remove(gone)
             self._sent = {name: known for name, known in self._sent.items() if name not in gone}
@@ -277,6 +282,7 @@ class Mirror:
         """Send a copy of a file, which may grow meanwhile; return its size and time of change."""
         before, copy = _stat(path), self._root.private / _SENDING / "file"
         copy.parent.mkdir(exist_ok=True)
+        # An object cannot grow: a log file that is written while it is sent would have more bytes than were announced.
         shutil.copyfile(path, copy)
         self.store.put(name, copy)
         copy.unlink()
@@ -286,6 +292,7 @@ class Mirror:
         """Yield the names and paths of what is sent beside the checkpoints."""
         for folder, folders, files in os.walk(self.scratch):
             is_private = Path(folder).name == PRIVATE_DIR
+            # Of the private folder, records alone: checkpoints are sent in an order of their own, and locks stay here.
             if is_private:
                 folders.clear()
             for file in files:
@@ -300,6 +307,7 @@ class Mirror:
         objects = self.store.sizes()
         for prefix in _fits(objects):
             complete = set(_complete(prefix, objects))
+            # They count for nobody, and would stay, and be paid for, for ever.
             for name in _checkpoints(prefix, objects):
                 if name not in complete and _start(prefix, name) + MANIFEST + CORRUPT_SUFFIX not in objects:
                     self._remove_checkpoint(prefix, name, objects)
@@ -311,6 +319,7 @@ class Mirror:
 
     def _read_record(self) -> dict[str, list[int]]:
         try:
+            # An object of a store is not trusted: it names files of this machine, which have to lie below the folder.
             files = json.loads(self.store.read(_FILES_RECORD))["files"]
             return {name: [int(size), int(changed)] for name, (size, changed) in files.items() if _is_below(name)}
         except (FileNotFoundError, AttributeError, KeyError, TypeError, ValueError):
@@ -355,6 +364,7 @@ def _is_below(name: str) -> bool:
 
 def _stat(path: Path) -> list[int]:
     with suppress(FileNotFoundError):
+        # Size and time of change: to hash each file at each save would read them all.
         status = path.stat()
         return [status.st_size, status.st_mtime_ns]
     return [0, 0]

@@ -74,6 +74,8 @@ class MirrorProcess:
         try:
             with self._launch_thread() if self.address.startswith("memory://") else self._launch() as answers:
                 more = {"worker": os.getpid(), "config": _fsspec_config(), "only": only, "is_again": is_again}
+                # By its standard input: arguments of a process are shown to all users of the machine, and the
+                # configuration may hold keys.
                 self._tell(json.dumps({**self._order, **more}))
                 for answer in map(json.loads, answers):
                     if "say" in answer:
@@ -89,6 +91,7 @@ class MirrorProcess:
 
     def notify(self) -> None:
         """Let the newest checkpoint be sent, by a new process if the last one has ended."""
+        # It may have been killed for its memory. Where another run took over, there is nothing more to send.
         if (status := self._poll()) is not None and not self.folder.read_private(STATE_FILE).get("lost"):
             self.close(0)
             self._reported = 0
@@ -102,6 +105,7 @@ class MirrorProcess:
     def report(self) -> tuple[str, bool]:
         """Return why the last attempt failed, once, or ""; and whether nothing more will be sent."""
         end, self._end = self._end, ""
+        # In a file, as nobody reads the pipe in training, and a full pipe would hold the process.
         state = self.folder.read_private(STATE_FILE)
         is_lost = bool(state.get("lost"))
         if not is_lost and (end or state.get("attempt", 0) == self._reported or not state.get("problem")):

@@ -32,6 +32,7 @@ class ObjectStore:
         self.address = address.rstrip("/")
         self._connection: tuple[Any, str] | None = None
         with self._explaining():
+            # At construction, where an unknown protocol or a package that is missing can still be told to the user.
             self._connect()
 
     def _connect(self) -> tuple[Any, str]:
@@ -107,6 +108,7 @@ class ObjectStore:
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove the objects of these names that exist."""
+        # One by one, in their order: fsspec's `rm` of several may remove them in any, and a manifest has to go first.
         for name in names:
             with self._explaining(may_lack=True):
                 try:

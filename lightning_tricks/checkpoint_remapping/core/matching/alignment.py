@@ -328,6 +328,7 @@ def diagnose(
     said = [*_wrappers_found(clean_names)]
     source, target = prefixes or ("", "")
     if found.matches and source:
+        # How many, as a file of several models has the prefix on some names only.
         carry = [name for name in source_shapes if name.startswith(f"{source}.")]
         said.append(
             f"{_count_keys(carry, source_shapes)} carry `{source}.`: saved from a model that contains this one as "
@@ -373,6 +374,7 @@ def _other_names(found: Matching) -> Iterable[str]:
 
 def _wrappers_found(clean_names: Mapping[str, str | None]) -> Iterable[str]:
     for part, origin in WRAPPERS.items():
+        # Between dots: a layer whose own name contains the word has no wrapper.
         carry = [name for name, new in clean_names.items() if new != name and part in name.split(".")]
         if carry:
             yield f"{_count_keys(carry, clean_names)} carry `{part}.`: {origin}"

@@ -75,6 +75,7 @@ def align(
         >>> align(torch.nn.Sequential(torch.nn.Linear(2, 3)), weights).renamed
         {'module.weight': '0.weight', 'module.bias': '0.bias'}
     """
+    # A path of rules is checked first: its error would else come after the search, which may take seconds.
     if isinstance(rules, str | os.PathLike):
         check_path("rules", rules, "a file of rules")
     target = shapes_of(tensors_of(model_or_state_dict))
@@ -101,6 +102,7 @@ def tensors_of(holder: torch.nn.Module | Checkpoint | Mapping[str, Any]) -> dict
             f"expected a model, a result of read_checkpoint, or tensors by name, got {holder!r}; to read a file, call "
             "read_checkpoint(path)."
         )
+    # `get_extra_state` of a module puts other values into a state dict, which have no shape to match by.
     return {name: tensor for name, tensor in holder.items() if isinstance(tensor, torch.Tensor)}
 
 
@@ -176,6 +178,7 @@ def tied_names(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
 def _find_aliases(tied: list[list[str]], named: Collection[str]) -> dict[str, str]:
     aliases: dict[str, str] = {}
     for names in tied:
+        # The name that the file has: files of a tied model may have either one, or both.
         first = next((name for name in names if name in named), names[0])
         aliases |= {name: first for name in names if name != first and name not in named}
     return aliases
@@ -236,6 +239,7 @@ class AlignmentSearch:
 
     def names_in_file(self) -> dict[str, str]:
         """Return the names in the file by the equal ones of the model."""
+        # Also those of another shape: a file with the name of a tied weight has that weight.
         found, _, mismatched = self._match_names()
         pairs = [*((match.sources[0], match.targets[0]) for match in found.matches), *mismatched, *self.pinned.items()]
         in_file = {clean: name for name, clean in self.clean_names.items()}
@@ -255,6 +259,7 @@ class AlignmentSearch:
 
     def _transposed_by_rules(self) -> Iterator[Match]:
         """Yield the matches of what the caller's rules transposed."""
+        # What the caller says of some matrices is evidence for the square ones, whose shapes say nothing.
         rules = [rule for step in self.rules.steps if isinstance(step, list) for rule in step if rule.transpose]
         expressions = [source_expression(source) for rule in rules for source in rule.sources]
         for source, target in self.pinned.items():
@@ -346,6 +351,7 @@ class AlignmentSearch:
         """Whether a match rests on evidence, or the caller accepts what is suggested for its tensors."""
         if match.strength == "strong":
             return True
+        # All of them: a fused tensor cannot be taken in part.
         names = [self.model_names[target] for target in match.targets]
         return all(any(pattern.matches(name) for pattern in self.accept) for name in names)
 

@@ -181,6 +181,7 @@ class Naming:
     @cached_property
     def _patterns(self) -> tuple[_Pattern, ...]:
         patterns, path, side = [], "", ""
+        # Tables are text, as a table of Python objects would be several times as long, and nobody would proofread it.
         for line in self.text.splitlines():
             words = line.split()
             if line.strip().startswith("/"):
@@ -211,6 +212,7 @@ class Naming:
     def _read_behind(self, prefix: str, names: Sequence[str]) -> Iterator[Tensor]:
         """Yield what names stand for, up to one that is not of this project."""
         for name in names:
+            # The first strange name ends it: most files are of no table, and have thousands of names.
             tensor = self._find(name, len(prefix)) if name.startswith(prefix) else None
             if tensor is None:
                 return
@@ -218,6 +220,7 @@ class Naming:
 
     def _find(self, name: str, start: int) -> Tensor | None:
         for pattern in self._patterns:
+            # Whole names: `head` in the middle of another name is not the head.
             if match := pattern.expression.fullmatch(name, start):
                 return _tensor(pattern, match)
         return None
@@ -228,6 +231,7 @@ def _parse(roles: tuple[str, ...], name: str, optional: bool, transposed: bool) 
         name = name[:-1]
     elif "{leaf}" not in name:
         name += ".{leaf}"
+    # Before placeholders, whose own brackets would be taken for optional text.
     expression = name.replace(".", r"\.").replace("[", "(?:").replace("]", ")?")
     for placeholder, text in _PLACEHOLDERS.items():
         expression = expression.replace(placeholder, text)

@@ -169,6 +169,7 @@ class Justification:
             return evidence == Evidence.NAMES
         source = self.source.fork(one, other)
         target = self.target.fork(self.matched[one], self.matched[other])
+        # Numbers and neighbors alone are how a project counts and groups: likely, and shown as suggestions.
         if evidence == Evidence.NUMBERS and self._is_order_known(one, other, source, target):
             return True
         if evidence == Evidence.NEIGHBORS and any(map(self._holds_a_size_of_its_own, source.branches)):
@@ -277,6 +278,8 @@ class Justification:
         for layer in (one, other):
             convolution = self._convolutions[0].get(layer)
             wanted = self._convolutions[1].get(self.matched[layer])
+            # A norm has the size of its convolution's outputs, so that those of a block are alike; their convolutions
+            # differ.
             if convolution is None or wanted is None or self.matched.get(convolution) is not wanted:
                 return False
         return True
@@ -363,6 +366,7 @@ class Justification:
 
     def _numbers_below(self, source: Parts, target: Parts, layers: Iterable[Layer]) -> set[tuple[int, int]]:
         """Return the numbers below two containers that were matched with each other."""
+        # Matches elsewhere say nothing of these numbers.
         inside = set(self.target.branches[target])
         numbers: set[tuple[int, int]] = set()
         for layer in layers:
@@ -391,6 +395,7 @@ def _pairs(layers: list[Layer]) -> Iterator[tuple[Layer, Layer]]:
 def _join(groups: dict[Layer, list[Layer]], one: Layer, other: Layer) -> None:
     """Make one group of those of two layers."""
     group, added = groups.setdefault(one, [one]), groups.setdefault(other, [other])
+    # "Alike" passes on: of three that are alike in pairs, one question is asked.
     if group is not added:
         group += added
         groups |= dict.fromkeys(added, group)

@@ -306,6 +306,7 @@ def _is_matrix(layer: Layer) -> bool:
 
 
 def _replace(layers: list[Layer], members: list[Layer], made: list[Layer]) -> None:
+    # At the place of the first part: the order of a model's layers is evidence.
     position = layers.index(members[0])
     layers[position:position] = made
     for member in members:
@@ -317,6 +318,7 @@ def _fusible(layers: list[Layer], parts: tuple[str, ...]) -> list[tuple[Layer, l
     siblings: dict[str, dict[str, Layer]] = defaultdict(dict)
     for layer in layers:
         parent, _, name = layer.path.rpartition(".")
+        # Both a query's word and a key's: it is fused already.
         said = words_of(name) & {"query", "key", "value"}
         if len(said) == 1 and "weight" in layer.tensors:
             siblings[parent][min(said)] = layer
@@ -335,6 +337,7 @@ def _one_after_another(path: str, members: list[Layer]) -> Layer:
     fused = Layer(path, members[0].position)
     for leaf in members[0].tensors:
         tensors = [part.tensors[leaf] for part in members if leaf in part.tensors]
+        # The key of a Swin V2 (transformers) has no bias: what not all have stays as it is.
         if len(tensors) == len(members) and len({shape[1:] for _, shape in tensors}) == 1:
             fused.parts[leaf] = [shape for _, shape in tensors]
             names = tuple(name for names, _ in tensors for name in names)

@@ -151,6 +151,7 @@ class Proposals:
         if not pairs:
             return None
         _, source, target = max(pairs, key=lambda pair: pair[0])
+        # A rule for a layer takes its bias along.
         endings = [name.rpartition(".") for name in (source, target)]
         if endings[0][0] and endings[0][2] == endings[1][2] and (rule := self._for_layer(endings[0][0], endings[1][0])):
             return rule

@@ -91,6 +91,8 @@ def _shifted(source_names: Iterable[str], target_names: Iterable[str]) -> set[st
     counted: dict[str, tuple[set[str], set[str]]] = defaultdict(lambda: (set(), set()))
     for side, names in enumerate((source_names, target_names)):
         for name in names:
+            # Some in common, and some on either side alone: 0 to 11 and 1 to 12. A list that is only longer is another
+            # depth.
             for series, number in _numbers(name):
                 counted[series][side].add(number)
     return {series for series, (ours, others) in counted.items() if ours - others and others - ours and ours & others}
@@ -202,6 +204,8 @@ class _Rules:
         self._kinds: tuple[dict[str, set[str]], ...] = (defaultdict(set), defaultdict(set))
         self._numbers: dict[tuple[str, str], list[tuple[_Numbers, _Numbers]]] = defaultdict(list)
         for names in ruled.items():
+            # Both ways: neither may another kind of the file lead to this one of the model, nor this kind of the file
+            # elsewhere.
             (source, target), numbers = zip(*map(_kind_and_numbers, names), strict=True)
             self._kinds[0][source].add(target)
             self._kinds[1][target].add(source)
@@ -338,6 +342,7 @@ def _way_of_square(name: str, known: _Known, targets: Shapes) -> bool | None:
 
 def _ask_for_way(unclear: list[Match], turned: list[str]) -> str:
     """Return the sentence that asks which of these matrices are transposed, with the rules for either answer."""
+    # One rule for the blocks of a list: a transformer has dozens of these matrices.
     names = list(dict.fromkeys(_glob(match.sources[0], match.targets[0]) for match in unclear))
     rules = [{"from": source, "to": target, "transpose": True} for source, target in names[:_MOST_KINDS]]
     more = f" (and so on for {len(names) - _MOST_KINDS} more)" if len(names) > _MOST_KINDS else ""
@@ -359,6 +364,7 @@ def _blocks_around(name: str) -> Iterator[str]:
 
 def _glob(source: str, target: str) -> tuple[str, str]:
     """Return the names with a star for each number of a list, where one rule does for all blocks."""
+    # A star stands for equal numbers on both sides.
     numbers = LIST_NUMBER.findall(source)
     if numbers != LIST_NUMBER.findall(target) or len(numbers) > MAX_REPEATS:
         return source, target

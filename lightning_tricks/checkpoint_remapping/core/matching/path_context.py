@@ -179,6 +179,7 @@ class Side:
         for layer in self.branches[module]:
             parts = parts_of(layer.path)
             numbered = (i for i in range(len(module) + 1, len(parts)) if parts[i].removeprefix(".").isdecimal())
+            # The outermost: lists within its parts are those of one part.
             first = next(numbered, None)
             if first is not None:
                 found[parts[:first]].add(parts[first])
@@ -327,6 +328,7 @@ def norms_by_name(layers: list[Layer]) -> dict[Layer, Layer]:
             fitting = named or (norms if len(norms) == len(convolutions) == 1 else [])
             if len(fitting) == 1 and _is_norm_of(fitting[0], convolution):
                 found[convolution] = fitting[0]
+        # Where names tell of none of the module's convolutions, in turn what its order, channels and sizes allow.
         if found.keys().isdisjoint(convolutions):
             found |= (
                 _norms_in_sequence(family)

@@ -102,6 +102,7 @@ class _StructureMatcher:
         norms = self.sides[1].norms
         for convolution, source in self.sides[0].norms.items():
             target = norms.get(self.matched[convolution]) if convolution in self.matched else None
+            # Norms of a block have one size: the convolution before each tells them apart.
             if target in targets and source in sources and source.signature == target.signature:
                 targets.remove(target)
                 yield source, target, "the norm of the same convolution"
@@ -141,6 +142,7 @@ class _StructureMatcher:
     def _nearest_matched_container(self, layer: Layer) -> tuple[str, list[Layer]]:
         """Return the smallest container of a layer with matched layers, and what these were matched with."""
         for container in _containers(layer):
+            # The smallest one with a match: in a larger one there are more layers of the size.
             partners = [self.matched[other] for other in self.containers[0][container] if other in self.matched]
             if partners:
                 return container, partners
@@ -236,6 +238,7 @@ def _by_series(source_template: Template, target_template: Template) -> _Pairing
 def _by_size(source_layers: list[Layer], target_layers: list[Layer]) -> Pairs:
     """Pair single layers that are the only ones of their size, or that words tell from others of their size."""
     for group in equal_groups(source_layers, target_layers, lambda layer: layer.signature):
+        # As series of one, so that the same evidence decides.
         sources, targets = ([[layer] for layer in layers] for layers in group)
         for (source,), (target,), reason in _pair_by_evidence(sources, targets, "the only layer of this size"):
             yield source, target, reason
