@@ -27,6 +27,8 @@ def initial_hyperparameters(owner: LightningModule | LightningDataModule | None)
 def hyperparameters_for_loggers(trainer: Trainer) -> dict[str, Any]:
     """Return what the Trainer is about to send to its loggers as the hyper-parameters of module and datamodule."""
     with needs_private("SeedEverything's record in the loggers"):
+        # TensorBoard shows only the first record of hyper-parameters: a caller that logs before the Trainer has to log
+        # these too.
         owners = [trainer.lightning_module, datamodule_of(trainer)]
         # False after `save_hyperparameters(logger=False)` (loggers/utilities.py, `_log_hyperparams`).
         logged = [initial_hyperparameters(owner) for owner in owners if owner is not None and owner._log_hyperparams]

@@ -155,6 +155,8 @@ class MirrorProcess:
 
     def _launch_thread(self) -> IO[str]:
         """Take a thread for a store that lives in this process."""
+        # fsspec's `memory://` is a dict of the process: another one would copy to a store of its own, which ends with
+        # it.
         (orders, self_orders), (answers, thread_answers) = os.pipe(), os.pipe()
         files = [os.fdopen(orders, encoding="utf-8"), os.fdopen(thread_answers, "w", encoding="utf-8")]
         thread = threading.Thread(target=_serve, args=files, daemon=True)

@@ -75,7 +75,6 @@ def align(
         >>> align(torch.nn.Sequential(torch.nn.Linear(2, 3)), weights).renamed
         {'module.weight': '0.weight', 'module.bias': '0.bias'}
     """
-    # A path of rules is checked first: its error would else come after the search, which may take seconds.
     if isinstance(rules, str | os.PathLike):
         check_path("rules", rules, "a file of rules")
     target = shapes_of(tensors_of(model_or_state_dict))
