@@ -79,6 +79,7 @@ class Structure(Part):
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         super().__init__(trainer, module)
         modules = modules_of(trainer, module)
+        # Only what is changed after this is saved, so that what the next start's script sets otherwise holds there.
         self._flags = {path: ChangedValues(module_flags(part)) for path, part in modules.items()}
         self._buffers = {name for name, _ in module.named_buffers()}
         self._parameters = {name for name, _ in module.named_parameters()}

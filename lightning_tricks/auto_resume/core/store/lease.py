@@ -132,6 +132,7 @@ class Lease:
             except FileNotFoundError:
                 continue  # it was removed for a newer one
             except ValueError:
+                # What wrote it holds the number all the same: an unreadable record lasts until its age ends it.
                 return number, {}
         return 0, {}
 

@@ -186,6 +186,7 @@ def equal_groups(
     for side, values in enumerate((sources, targets)):
         for value in values:
             groups[key(value)][side].append(value)
+    # A kind that one side lacks, say a new head, has no counterpart: it must not count as an open question.
     return [(group, others) for group, others in groups.values() if group and others]
 
 
