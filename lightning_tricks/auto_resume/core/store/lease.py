@@ -42,6 +42,7 @@ class Lease:
         self.number = 0
         self.is_finishing = False  # sends what a run has left, and ends
         self._loss: LeaseLostError | None = None
+        # Two threads renew: without the lock, a sign of life could be written over the record that releases.
         self._is_released, self._lock = threading.Event(), threading.Lock()
 
     def acquire(self, say: Callable[[str], object]) -> int:

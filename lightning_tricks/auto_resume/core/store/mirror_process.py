@@ -55,6 +55,7 @@ class MirrorProcess:
         self.timeout = timeout
         self._order = {"address": address, "scratch": str(scratch), "keep": keep, "timeout": timeout}
         self._orders: IO[str] | None = None
+        # Set when it starts: for a store in memory it is a thread, which cannot be killed and has no exit status.
         self._wait: Callable[[float | None], object] = lambda _: None
         self._poll: Callable[[], object] = lambda: None  # returns its exit status, once it has ended
         self._kill: Callable[[], object] = lambda: None
