@@ -278,8 +278,8 @@ LOADER_LIMITS = ("max_batches", "val_check_batch")  # those that the Trainer set
 @needs_private("AutoResume")
 def loop_limits(trainer: Trainer) -> dict[str, Any]:
     """Return how many epochs and steps a fit has at least and at most, and how many batches until what is due."""
-    # A checkpoint has the progress of the loops (loops/loop.py, `state_dict`), and no limits: what a callback changed in
-    # them would be lost.
+    # A checkpoint has the progress of the loops (loops/loop.py, `state_dict`), and no limits: those that a callback
+    # changed would be lost.
     fit = trainer.fit_loop
     limits = {name: getattr(fit, name) for name in _FIT_LIMITS}
     limits |= {name: getattr(fit.epoch_loop, name) for name in _EPOCH_LIMITS}
