@@ -147,12 +147,16 @@ class DeviceUse:
         data_wait: The share of the time in which it waited for data, in percent, or None.
         rows: Device, quantity, mean and maximum, as texts.
         verdict: What the run waited for, in sentences.
+        keeps_up: Whether the loader keeps up with the device, although the host may wait; None if it is unknown.
+        remedy: What would make loading faster, in words, or "".
     """
 
     rank: int
     data_wait: float | None
     rows: Sequence[tuple[str, str, str, str]] = ()
     verdict: Sequence[str] = ()
+    keeps_up: bool | None = None
+    remedy: str = ""
 
 
 ReportPart: TypeAlias = Facts | ClippedSteps | ConfusionMatrix | Reliability | ClassValues | Pictures | DeviceUse
