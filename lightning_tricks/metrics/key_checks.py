@@ -62,7 +62,7 @@ class Collisions:
             keys = list_names((repr(key) for key in new if others[key] == hook), _MAX_SHOWN)
             if hook in STEPS.values():
                 other = f"{type(pl_module).__name__}.{hook}"
-            elif hook.islower():
+            elif is_hook(hook):
                 other = f"{hook} of {type(pl_module).__name__} or of another callback"
             else:  # the name of another monitor
                 other = hook
@@ -82,6 +82,11 @@ class Collisions:
                     "the monitor, so that callbacks would see another value on each rank. Log it on all ranks, or "
                     "rename it."
                 )
+
+
+def is_hook(name: str) -> bool:
+    """Whether what has logged a value is a hook of Lightning's; all others are named by the class of the callback."""
+    return hasattr(LightningModule, name)
 
 
 def merge_logged_keys(ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, repeat
 from typing import Any
 
 from lightning_tricks._shared import report_parts
@@ -264,11 +265,13 @@ def throughput(record: RunRecord) -> report_parts.Facts:
     return report_parts.Facts(title="Throughput", facts=list(facts.items()), sentences=verdicts)
 
 
-def _png_files(part: report_parts.Pictures) -> list[tuple[str, str]]:
-    """Return captions and pictures; what is no picture is left out."""
+def _png_files(part: report_parts.Pictures) -> list[tuple[str, str, bool]]:
+    """Return captions, pictures and whether they show mistakes; what is no picture is left out."""
     return [
-        (caption, picture)
-        for caption, picture in zip(part.captions, part.pictures, strict=False)
+        (caption, picture, is_mistake)
+        for caption, picture, is_mistake in zip(
+            part.captions, part.pictures, chain(part.mistakes, repeat(False)), strict=False
+        )
         if len(picture) <= _MOST_PICTURE_BYTES and _BASE64.fullmatch(picture)
     ]
 
