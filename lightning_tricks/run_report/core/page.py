@@ -267,13 +267,8 @@ def throughput(record: RunRecord) -> report_parts.Facts:
 
 def _png_files(part: report_parts.Pictures) -> list[tuple[str, str, bool]]:
     """Return captions, pictures and whether they show mistakes; what is no picture is left out."""
-    return [
-        (caption, picture, is_mistake)
-        for caption, picture, is_mistake in zip(
-            part.captions, part.pictures, chain(part.mistakes, repeat(False)), strict=False
-        )
-        if len(picture) <= _MOST_PICTURE_BYTES and _BASE64.fullmatch(picture)
-    ]
+    files = zip(part.captions, part.pictures, chain(part.mistakes, repeat(False)), strict=False)
+    return [file for file in files if len(file[1]) <= _MOST_PICTURE_BYTES and _BASE64.fullmatch(file[1])]
 
 
 def _device_uses(record: RunRecord) -> list[tuple[str, ...]]:
