@@ -185,8 +185,9 @@ class ImageLogger(StepsCallback):
         if not can_log_images(trainer.loggers):
             return
         try:
-            described = {"captions": [*captions, *names], "mistakes": [*mistakes, *(False for _ in names)]}
-            grid = functional.image_grid([*shown, *legend] if names else shown, **described)
+            marks = [*mistakes, *(False for _ in names)]
+            tiles = [*shown, *legend] if names else shown
+            grid = functional.image_grid(tiles, captions=[*captions, *names], mistakes=marks)
         except ModuleNotFoundError as error:
             rank_zero_info(f"ImageLogger logs no images: {error}")
             return

@@ -177,7 +177,7 @@ class UnmeasuredBatches:
         self._monitor = monitor
         self._stages = stages
         self._has_transform = has_transform
-        self._warned: set[str] = set()
+        self._warned, self._warned_in_part = set[str](), set[str]()  # stages
 
     def report_batch(
         self, suite: MetricSuite, inputs: Any, stage: str, batch_idx: int, best_keys: Sequence[str]
@@ -213,8 +213,8 @@ class UnmeasuredBatches:
 
     def report_epoch(self, stage: str, num_unmeasured: int, num_measured: int) -> None:
         """Warn of how many batches of an epoch were not measured, if others were."""
-        if num_unmeasured and num_measured and f"{stage} in part" not in self._warned:
-            self._warned.add(f"{stage} in part")
+        if num_unmeasured and num_measured and stage not in self._warned_in_part:
+            self._warned_in_part.add(stage)
             rank_zero_warn(
                 f"{self._monitor}: {num_unmeasured} of {num_unmeasured + num_measured} batches of {stage} returned "
                 "nothing to measure, so the metrics do not include them."

@@ -328,13 +328,13 @@ class SettingTexts:
             path = path if secret is None else ".".join(words[: secret + 1])
             path = f"{owner}.{path}" if owner else path
             shown = hidden(words[-1 if secret is None else secret], part)
-            if shown == HIDDEN:
+            if shown is HIDDEN:
                 self.secrets += [path] if path not in self.secrets else []
             elif not configuration.is_comparable(shown):
                 self.types_only.append(path)
             elif is_default:
                 self.defaults.append(path[:_LONGEST_TEXT])
-            if self.texts.get(path) != HIDDEN:
+            if self.texts.get(path) is not HIDDEN:
                 self.texts[path[:_LONGEST_TEXT]] = text_of(shown)
 
     def pairs(self) -> list[tuple[str, str]]:
