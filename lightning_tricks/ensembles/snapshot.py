@@ -26,7 +26,7 @@ from lightning_tricks.ensembles.core.stacked_members import as_members
 from lightning_tricks.ensembles.ensemble import Ensemble
 from lightning_tricks.ensembles.prediction import ClassifierEnsemble, RegressorEnsemble
 from lightning_tricks.lr_schedules.builders import steps_in_epochs, total_steps
-from lightning_tricks.lr_schedules.core.scheduler import FactorLR
+from lightning_tricks.lr_schedules.core.schedules import FactorLR
 
 
 class _ClampedCyclicLR(FactorLR):

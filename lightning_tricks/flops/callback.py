@@ -1,4 +1,4 @@
-"""`FlopsReport`: the callback that counts the FLOPs of the model that a Trainer trains."""
+"""`FlopsReport`: the callback that counts the FLOPs of the model that a Trainer trains; its utilization (MFU)."""
 
 from __future__ import annotations
 

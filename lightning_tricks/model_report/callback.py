@@ -18,8 +18,7 @@ from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.report_parts import Facts
 from lightning_tricks._shared.tensors import gather_objects
 from lightning_tricks._shared.text import describe_error, format_bytes
-from lightning_tricks.model_report.core.report_summary import ModelReportSummary
-from lightning_tricks.model_report.core.summarize_model import summarize_call
+from lightning_tricks.model_report.functional import ModelReportSummary, summarize_call
 
 
 class ModelReport(TrickCallback):

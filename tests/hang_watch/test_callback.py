@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning_tricks import HangWatch
 from lightning_tricks.cli import main
 from lightning_tricks.hang_watch import compare_ranks
-from lightning_tricks.hang_watch.core.record import RankRecord, read_record
+from lightning_tricks.hang_watch.functional import RankRecord, read_record
 from tests.small import QUIET, EvaluatedNet, loader
 
 

@@ -1,4 +1,4 @@
-"""Groups of parameters that are clipped together, and what clipping remembers of each optimizer."""
+"""Groups of parameters that are clipped together, and what clipping remembers of each optimizer, such as counts."""
 
 from __future__ import annotations
 
