@@ -14,8 +14,13 @@ from torch.utils.data import DistributedSampler
 
 from lightning_tricks._lightning_compat.loaders import lightning_module_in, transferred_batches
 from lightning_tricks._shared import calibration as shared
-from lightning_tricks._shared.calibration import Calibration, logits_in
-from lightning_tricks._shared.calibration_scores import are_between_0_and_1, are_probabilities, classification_scores
+from lightning_tricks._shared.calibration import (
+    Calibration,
+    are_between_0_and_1,
+    are_probabilities,
+    classification_scores,
+    logits_in,
+)
 from lightning_tricks._shared.checks import check_choice
 from lightning_tricks._shared.dry_run.model_copy import unwrap_model
 from lightning_tricks._shared.dry_run.shared_state import evaluated_unchanged

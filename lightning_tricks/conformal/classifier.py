@@ -8,8 +8,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_tricks._shared.calibration import check_outputs, logits_in, stated_outputs
-from lightning_tricks._shared.calibration_scores import are_between_0_and_1, are_probabilities
+from lightning_tricks._shared.calibration import (
+    are_between_0_and_1,
+    are_probabilities,
+    check_outputs,
+    logits_in,
+    stated_outputs,
+)
 from lightning_tricks._shared.checks import check_choice, check_not_negative, check_optional_count
 from lightning_tricks._shared.tensors import outside_inference_mode, to_double
 from lightning_tricks.conformal.functional import ROUNDING, choose_penalty, needed_rows, rank_penalty, ranked_scores

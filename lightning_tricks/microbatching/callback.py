@@ -23,7 +23,7 @@ from lightning_tricks._lightning_compat.trainer import model_averager
 from lightning_tricks._shared.checks import check_choice, check_optional_count
 from lightning_tricks._shared.report_parts import Facts
 from lightning_tricks.microbatching.batch_runner import BatchRunner, Found
-from lightning_tricks.microbatching.core.targets import Count, TargetMean
+from lightning_tricks.microbatching.core.batches import Count, TargetMean
 
 
 class Microbatching(TrickCallback):

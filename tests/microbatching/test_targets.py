@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_tricks import AutoResume, GradientClipping, Microbatching, SpikeGuard
-from lightning_tricks.microbatching.core.targets import TargetMean, count_targets
+from lightning_tricks.microbatching.core.batches import TargetMean, count_targets
 from tests.microbatching.models import Memory, difference
 from tests.small import QUIET, Hooks, HostReads, local_sgd, real_fp16
 

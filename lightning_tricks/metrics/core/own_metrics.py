@@ -14,7 +14,7 @@ import torchmetrics.regression as tmr
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_tricks._shared import calibration_scores as scores
+from lightning_tricks._shared import calibration as scores
 from lightning_tricks._shared.tensors import to_double
 from lightning_tricks.metrics.core.counts import average_precision, not_ignored, roc_auc
 

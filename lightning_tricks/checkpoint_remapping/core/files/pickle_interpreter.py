@@ -29,13 +29,14 @@ from lightning_tricks.checkpoint_remapping.core.errors import (
     NotACheckpointError,
     UnsafeCheckpointError,
 )
-from lightning_tricks.checkpoint_remapping.core.files.numpy_arrays import ARRAY, array_of_state
 from lightning_tricks.checkpoint_remapping.core.files.pickle_values import (
+    ARRAY,
     MAX_NAME_LENGTH,
     Calls,
     Constructor,
     Global,
     Placeholder,
+    array_of_state,
     describe_value,
     fill,
 )
