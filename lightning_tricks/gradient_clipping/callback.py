@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.fit import is_last_batch
 from lightning_tricks._lightning_compat.flavor import (
+    DeepSpeedStrategy,
+    FSDPStrategy,
     LightningModule,
     MisconfigurationException,
     Trainer,
@@ -50,7 +52,6 @@ from lightning_tricks.gradient_clipping.core.methods import (
 from lightning_tricks.gradient_clipping.trainer_settings import (
     on_any_rank,
     refuse_unseen_steps,
-    refuse_unsupported_strategies,
     scale_may_have_overflowed,
     unscales_in_step,
     warn_of_other_clipping,
@@ -154,7 +155,12 @@ class GradientClipping(TrickCallback):
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        refuse_unsupported_strategies(trainer)
+        problem = "GradientClipping cannot see the whole gradient under {}:"
+        for kind, remedy in (
+            (DeepSpeedStrategy, "set `gradient_clipping` in DeepSpeed's own configuration."),
+            (FSDPStrategy, "use ModelParallelStrategy (FSDP2), whose sharded gradients it can see."),
+        ):
+            self.refuse_strategies(trainer, (kind,), f"{problem} {remedy}")
         self._states = defaultdict(ClipState)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
