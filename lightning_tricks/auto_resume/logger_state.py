@@ -47,11 +47,7 @@ class LoggerState:
     """
 
     def __init__(
-        self,
-        loggers: Sequence[Any],
-        private: Path,
-        processes: Iterable[Mapping[str, Any]],
-        own: Path | None = None,
+        self, loggers: Sequence[Any], private: Path, processes: Iterable[Mapping[str, Any]], own: Path | None = None
     ) -> None:
         self._own = own and own.absolute()
         local = [logger for logger in loggers if not is_address(getattr(logger, "root_dir", ""))]

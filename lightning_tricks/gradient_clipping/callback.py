@@ -42,13 +42,7 @@ from lightning_tricks.gradient_clipping.core.clipping import (
     gradient_norms,
     is_nonfinite,
 )
-from lightning_tricks.gradient_clipping.core.methods import (
-    ClipMethod,
-    ClipNorm,
-    ClipResult,
-    check_groups,
-    check_method,
-)
+from lightning_tricks.gradient_clipping.core.methods import ClipMethod, ClipNorm, ClipResult, check_groups, check_method
 from lightning_tricks.gradient_clipping.trainer_settings import (
     on_any_rank,
     refuse_unseen_steps,
@@ -310,11 +304,7 @@ class GradientClipping(TrickCallback):
         return [self._names.get(parameter, f"parameter {place}") for place, parameter in enumerate(parameters)]
 
     def _log_norms(
-        self,
-        trainer: Trainer,
-        index: int,
-        norms: GradientNorms,
-        clipped: Sequence[tuple[ClipGroup, ClipResult | None]],
+        self, trainer: Trainer, index: int, norms: GradientNorms, clipped: Sequence[tuple[ClipGroup, ClipResult | None]]
     ) -> None:
         # a batch size means nothing for the value of a step, and Lightning asks for it under `dataloader_iter`
         prefix = "grad_norm" if len(trainer.optimizers) == 1 else f"grad_norm/{index}"

@@ -10,11 +10,7 @@ from torch import nn
 
 from lightning_tricks._callback import SHARDING, TrickCallback
 from lightning_tricks._lightning_compat.ddp import ddp_wrapper
-from lightning_tricks._lightning_compat.flavor import (
-    LightningModule,
-    MisconfigurationException,
-    Trainer,
-)
+from lightning_tricks._lightning_compat.flavor import LightningModule, MisconfigurationException, Trainer
 from lightning_tricks._lightning_compat.microbatches import batches_run_by, losses_changed_by
 from lightning_tricks._lightning_compat.trainer import model_averager
 from lightning_tricks._shared.checks import check_choice, check_optional_count

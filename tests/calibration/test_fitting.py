@@ -12,12 +12,7 @@ from torchmetrics.functional.classification import multiclass_calibration_error
 
 from lightning_tricks._shared import calibration as scores
 from lightning_tricks.calibration import Calibration, calibration_scores
-from lightning_tricks.calibration.functional import (
-    fit_calibration,
-    fit_temperature,
-    fit_vector,
-    isotonic_steps,
-)
+from lightning_tricks.calibration.functional import fit_calibration, fit_temperature, fit_vector, isotonic_steps
 from tests.metrics.test_probability_metrics import slow_values
 
 FEW = settings(max_examples=40, deadline=None, derandomize=True)

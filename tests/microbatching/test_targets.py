@@ -203,11 +203,7 @@ def assert_ranks(got, whole, steps, tolerance=1e-12):
             assert torch.allclose(rank["weights"][name], value, rtol=tolerance, atol=tolerance), name
 
 
-EMPTY = {
-    "unequal": (),
-    "a rank without": tuple(range(1, 12, 2)),
-    "all ranks without": tuple(range(12, 24)),
-}
+EMPTY = {"unequal": (), "a rank without": tuple(range(1, 12, 2)), "all ranks without": tuple(range(12, 24))}
 
 
 @pytest.mark.parametrize("empty", EMPTY)

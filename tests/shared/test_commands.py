@@ -182,10 +182,7 @@ _JSON = {
     "resume fetch": ("sent copy", {"": "folder state mirror", "checkpoints": _CHECKPOINT}),
     "resume status": (
         "run",
-        {
-            "": "folder state epoch max_epochs step max_steps pid host time damaged mirror",
-            "checkpoints": _CHECKPOINT,
-        },
+        {"": "folder state epoch max_epochs step max_steps pid host time damaged mirror", "checkpoints": _CHECKPOINT},
     ),
     "resume verify": ("run", {"": "file problem"}),
     "schedule": ("--total 10 --plot plot.png", {"": "kind total lr peak", "rows": "step factor lr"}),

@@ -162,12 +162,7 @@ class LoadReport:
 
 
 def plan_loading(
-    module: nn.Module,
-    path: Source,
-    rules: RulesArgument = "auto",
-    *,
-    key: str | None = None,
-    **patterns: Patterns,
+    module: nn.Module, path: Source, rules: RulesArgument = "auto", *, key: str | None = None, **patterns: Patterns
 ) -> LoadPlan:
     """Do all of `load_weights` but the loading; the arguments are the same, and its patterns are those of names."""
     if isinstance(rules, str | os.PathLike):
@@ -202,11 +197,7 @@ class LoadPlan:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        checkpoint: Checkpoint,
-        rules: RulesArgument,
-        patterns: Mapping[str, Sequence[Pattern]],
+        self, module: nn.Module, checkpoint: Checkpoint, rules: RulesArgument, patterns: Mapping[str, Sequence[Pattern]]
     ) -> None:
         self.module, self.patterns = module, patterns
         self.source = _described(checkpoint.source)

@@ -30,12 +30,7 @@ from lightning_tricks.finetuning.core.injection import (
     modules_by_name,
     seeded_generator,
 )
-from lightning_tricks.finetuning.core.lora_injection import (
-    changes_at,
-    describe_lora,
-    owners_of_parameters,
-    put_changes,
-)
+from lightning_tricks.finetuning.core.lora_injection import changes_at, describe_lora, owners_of_parameters, put_changes
 from lightning_tricks.finetuning.core.lora_layers import LoRASettings, has_transposed_weight, weights_of
 
 
