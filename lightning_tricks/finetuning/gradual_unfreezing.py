@@ -169,9 +169,8 @@ class GradualUnfreezing(GradientCheckingCallback):
     def resumed(self, trainer: Trainer, not_restored: Sequence[str]) -> None:
         """Set again which parameters train: `AutoResume` has restored those that trained when it saved."""
         if self._plan is not None and self.freeze_norm:
-            self._held.update(
-                freezing.hold_norms_(trainer.lightning_module, freezing.frozen_norms(trainer.lightning_module))
-            )
+            module = trainer.lightning_module
+            self._held.update(freezing.hold_norms_(module, freezing.frozen_norms(module)))
         self._key = None
         self._apply(trainer, trainer.lightning_module)
 

@@ -158,7 +158,8 @@ class ModelReport(TrickCallback):
         for logger in trainer.loggers:
             experiment: Any = getattr(logger, "experiment", None)
             if hasattr(experiment, "add_text"):
-                experiment.add_text("model_report", _as_code_block(str(self.summary)), trainer.global_step)
+                code = "\n".join(f"    {line}" for line in str(self.summary).splitlines())  # Markdown keeps its columns
+                experiment.add_text("model_report", code, trainer.global_step)
 
 
 def _with_ranks(unreached: list[list[str]]) -> list[str]:
@@ -171,8 +172,3 @@ def _with_ranks(unreached: list[list[str]]) -> list[str]:
         name if len(some) == len(unreached) else f"{name} (rank {', '.join(map(str, some))})"
         for name, some in ranks.items()
     ]
-
-
-def _as_code_block(text: str) -> str:
-    """Return text as a Markdown code block, which keeps its columns."""
-    return "\n".join(f"    {line}" for line in text.splitlines())

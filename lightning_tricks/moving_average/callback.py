@@ -26,9 +26,9 @@ from lightning_tricks._lightning_compat.observers import around_validations
 from lightning_tricks._lightning_compat.trainer import callbacks_of, model_averager
 from lightning_tricks._shared.checks import check_choice
 from lightning_tricks._shared.patterns import name_as_in_
-from lightning_tricks._shared.tensors import parameters_of
+from lightning_tricks._shared.tensors import named_tensors, parameters_of
 from lightning_tricks._shared.text import list_names
-from lightning_tricks.moving_average.functional import MovingAverage, batch_statistics, named_tensors
+from lightning_tricks.moving_average.functional import MovingAverage, batch_statistics
 
 
 class ExponentialMovingAverage(TrickCallback):

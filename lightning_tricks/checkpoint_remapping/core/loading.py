@@ -421,7 +421,8 @@ def _problem(
     if resizable:
         allowed += f", {_patterns_for('interpolate', resizable, known)} resizes positions"
     count = "1 tensor is" if len(tensors) == 1 else f"{len(tensors)} tensors are"
-    return [f"{count} {what}: {_list_shortly([*map(str, tensors.values())], 180)} ({allowed})"]
+    texts = [*map(str, tensors.values())]
+    return [f"{count} {what}: {list_names(texts, min(_fitting(texts, 180), 4))} ({allowed})"]
 
 
 def _patterns_for(argument: str, names: Sequence[str], known: Sequence[str]) -> str:
@@ -431,10 +432,6 @@ def _patterns_for(argument: str, names: Sequence[str], known: Sequence[str]) -> 
     left = {name for name in names if not any(Pattern(pattern).matches(name) for pattern in patterns[:shown])}
     more = f" with patterns for {len(left):,} more" if left else ""
     return f"{argument}={patterns[:shown]}{more}"
-
-
-def _list_shortly(texts: Sequence[str], width: int) -> str:
-    return list_names(texts, min(_fitting(texts, width), 4))
 
 
 def _fitting(texts: Sequence[str], width: int) -> int:
