@@ -259,8 +259,6 @@ class PrefixInjection(injection.Injection):
 
     def report(self) -> injection.InjectionReport:
         """Return which prefixes the model has."""
-        what, added = (
-            f"Prefixes (length {self.settings.length})",
-            injection.parameters_of(injection.parts_of(self.model, Prefix)),
-        )
+        what = f"Prefixes (length {self.settings.length})"
+        added = injection.parameters_of(injection.parts_of(self.model, Prefix))
         return injection.InjectionReport.of(self.model, what, self.targets, added, self.trained_whole())
