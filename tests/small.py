@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -37,6 +38,11 @@ QUIET = {
     "enable_model_summary": False,
     "num_sanity_val_steps": 0,
 }
+
+
+def cases(names: str, *rows: Any, ids: Any = None) -> pytest.MarkDecorator:
+    """Run a test with each row of a table: `@cases("size, fits", (1, True), (2, False))`."""
+    return pytest.mark.parametrize(names, rows, ids=ids)
 
 
 @cache

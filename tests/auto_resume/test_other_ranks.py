@@ -39,7 +39,7 @@ from lightning_tricks.auto_resume.model_parts import checksums
 from lightning_tricks.auto_resume.moved_positions import EpochRest
 from tests.auto_resume.killing import resumed_at, run
 from tests.auto_resume.training import Kill
-from tests.small import QUIET, fork
+from tests.small import QUIET, cases, fork
 
 SCRIPT: dict[str, Any] = {
     "rows": 61,
@@ -336,15 +336,13 @@ def test_another_process_with_the_same_ranks_goes_on_as_the_one_before(tmp_path)
     ) == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"sampler": "own"}, "a Backwards chooses its samples"),
-        ({"sampler": "weighted"}, "a WeightedRandomSampler chooses its samples"),
-        ({"sampler": "few"}, "the sampler now yields another number of samples"),
-        ({"limit": 0.9}, "limit_train_batches=0.9 leaves out different batches"),
-        ({"limit": 12}, "limit_train_batches=12 leaves out different batches"),
-    ],
+@cases(
+    "options, why",
+    ({"sampler": "own"}, "a Backwards chooses its samples"),
+    ({"sampler": "weighted"}, "a WeightedRandomSampler chooses its samples"),
+    ({"sampler": "few"}, "the sampler now yields another number of samples"),
+    ({"limit": 0.9}, "limit_train_batches=0.9 leaves out different batches"),
+    ({"limit": 12}, "limit_train_batches=12 leaves out different batches"),
     ids=["sampler", "weights", "samples", "fraction", "number"],
 )
 def test_what_cannot_be_shared_out_is_said(tmp_path, options, why):
@@ -447,9 +445,7 @@ def test_weights_that_each_rank_trains_for_itself(tmp_path, kind, step):
         assert all(torch.equal(again[name], value) for name, value in whole.items())
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.bool, torch.int64]
-)
+@cases("dtype", torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.bool, torch.int64)
 def test_a_checksum_tells_apart_which_rank_is_marked(dtype):
     marks = torch.eye(3).to(dtype)
     assert len({checksums({"mark": mark})["mark"] for mark in marks}) == 3

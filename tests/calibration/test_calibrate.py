@@ -18,7 +18,7 @@ from lightning_tricks import calibrate, ensembles
 from lightning_tricks.calibration import CalibratedClassifier, Calibration, calibration_scores
 from lightning_tricks.ensembles import VotingClassifier
 from tests.ensembles.nets import MLP, digits, few, fit, values
-from tests.small import QUIET, fork
+from tests.small import QUIET, cases, fork
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 METHODS = ("temperature", "vector", "isotonic")
@@ -53,9 +53,15 @@ def held_out():
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
+@cases(
     "family",
-    ["Voting", "Fusion", "SoftGradientBoosting", "GradientBoosting", "SnapshotEnsemble", "NeuralForest", "Stacking"],
+    "Voting",
+    "Fusion",
+    "SoftGradientBoosting",
+    "GradientBoosting",
+    "SnapshotEnsemble",
+    "NeuralForest",
+    "Stacking",
 )
 def test_an_ensemble_is_calibrated_as_a_whole_and_nothing_else_changes(family, method):
     options = {"n_estimators": 2, "optimizer": ADAM, "seed": 0}
@@ -178,17 +184,15 @@ def test_weights_without_a_calibration_do_not_keep_that_of_others(voting):
     assert calibrated.calibration.method is None
 
 
-@pytest.mark.parametrize(
+@cases(
     "wrong",
-    [
-        {"temperature": torch.ones(2)},
-        {"scale": torch.ones(3)},
-        {"scale": torch.ones(3), "bias": torch.ones(2)},
-        {"temperature": torch.ones(()), "scale": torch.ones(3), "bias": torch.ones(3)},
-        {"temperature": "1.0"},
-        {"thresholds": torch.ones(3, 0), "values": torch.ones(3, 0)},
-        {"temperature": torch.ones((), dtype=torch.int64)},
-    ],
+    {"temperature": torch.ones(2)},
+    {"scale": torch.ones(3)},
+    {"scale": torch.ones(3), "bias": torch.ones(2)},
+    {"temperature": torch.ones(()), "scale": torch.ones(3), "bias": torch.ones(3)},
+    {"temperature": "1.0"},
+    {"thresholds": torch.ones(3, 0), "values": torch.ones(3, 0)},
+    {"temperature": torch.ones((), dtype=torch.int64)},
 )
 def test_a_file_with_part_of_a_calibration_is_refused(wrong):
     with pytest.raises(RuntimeError, match="are not the tensors of one calibration"):

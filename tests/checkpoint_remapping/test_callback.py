@@ -25,7 +25,7 @@ from lightning_tricks.checkpoint_remapping import (
     UnsafeCheckpointError,
     max_output_difference,
 )
-from tests.small import QUIET, EvaluatedNet, fit, fork, loader
+from tests.small import QUIET, EvaluatedNet, cases, fit, fork, loader
 
 
 def trainer(*callbacks, **arguments):
@@ -130,16 +130,14 @@ class CountsBatches(Callback):
         self.batches += 1
 
 
-@pytest.mark.parametrize(
-    ("change", "options", "resumes"),
-    [
-        ("none", {}, True),
-        ("compiled", {}, True),
-        ("another shape", {"allow_mismatched": "more.*"}, False),
-        ("another kind", {"allow_mismatched": "more.*"}, False),
-        ("a tensor less in the module", {"allow_unexpected": "more.*"}, False),
-        ("a tensor more in the module", {"allow_missing": "more.*"}, False),
-    ],
+@cases(
+    "change, options, resumes",
+    ("none", {}, True),
+    ("compiled", {}, True),
+    ("another shape", {"allow_mismatched": "more.*"}, False),
+    ("another kind", {"allow_mismatched": "more.*"}, False),
+    ("a tensor less in the module", {"allow_unexpected": "more.*"}, False),
+    ("a tensor more in the module", {"allow_missing": "more.*"}, False),
 )
 def test_only_a_checkpoint_of_the_same_model_continues(change, options, resumes):
     """The states of its optimizers belong to tensors of other shapes, or to others, where something differs."""

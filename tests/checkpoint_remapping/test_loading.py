@@ -25,6 +25,7 @@ from lightning_tricks.checkpoint_remapping import (
 )
 from lightning_tricks.checkpoint_remapping.core.matching.matches import suggested_patterns
 from tests.checkpoint_remapping.models import randomized
+from tests.small import cases
 
 pytestmark = pytest.mark.oldest
 
@@ -144,14 +145,12 @@ def test_submodules():
         load_weights(outer, source.state_dict(), submodule="nothing")
 
 
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        (torch.ones(5, 16, dtype=torch.int8), r"torch.float32 in the model, torch.int8 in the file"),
-        (torch.ones(5, 16, dtype=torch.bool), r"torch.float32 in the model, torch.bool in the file"),
-        (torch.ones(5, 16, dtype=torch.complex64), r"torch.float32 in the model, torch.complex64 in the file"),
-        (torch.eye(5, 16).to_sparse(), r"torch.float32 in the model, torch.float32 \(torch.sparse_coo\) in the file"),
-    ],
+@cases(
+    "value, words",
+    (torch.ones(5, 16, dtype=torch.int8), r"torch.float32 in the model, torch.int8 in the file"),
+    (torch.ones(5, 16, dtype=torch.bool), r"torch.float32 in the model, torch.bool in the file"),
+    (torch.ones(5, 16, dtype=torch.complex64), r"torch.float32 in the model, torch.complex64 in the file"),
+    (torch.eye(5, 16).to_sparse(), r"torch.float32 in the model, torch.float32 \(torch.sparse_coo\) in the file"),
 )
 def test_other_kinds_are_named_and_counted(value, words):
     target = small()
@@ -191,9 +190,7 @@ def _quantized(scheme):
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "model.net."])
-@pytest.mark.parametrize(
-    "scheme", ["fp8 of blocks", "fp8 with names of its own", "gptq", "bitsandbytes, 4 bits", "packed"]
-)
+@cases("scheme", "fp8 of blocks", "fp8 with names of its own", "gptq", "bitsandbytes, 4 bits", "packed")
 def test_codes_are_no_weights_whatever_is_allowed(scheme, prefix):
     def build():
         return nn.Sequential(nn.Linear(4, 32), nn.LayerNorm(32), nn.Linear(32, 16), nn.LayerNorm(16))
@@ -644,17 +641,15 @@ class Outputs(nn.Module):
         return self.values
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "difference"),
-    [
-        (([1.0], [2.0]), ([1.0], [math.nan]), math.nan),
-        (([1.0], [2.0]), ([math.nan], [2.0]), math.nan),
-        (([4.0, math.inf],), ([4.0, math.inf],), 0.0),
-        (([4.0, math.inf],), ([3.0, math.inf],), 0.25),
-        (([4.0, math.inf],), ([4.0, 1.0],), math.inf),
-        (([0.0],), ([1.0],), math.inf),
-        (([2.0], [4j]), ([2.0], [2j]), 0.5),
-    ],
+@cases(
+    "one, other, difference",
+    (([1.0], [2.0]), ([1.0], [math.nan]), math.nan),
+    (([1.0], [2.0]), ([math.nan], [2.0]), math.nan),
+    (([4.0, math.inf],), ([4.0, math.inf],), 0.0),
+    (([4.0, math.inf],), ([3.0, math.inf],), 0.25),
+    (([4.0, math.inf],), ([4.0, 1.0],), math.inf),
+    (([0.0],), ([1.0],), math.inf),
+    (([2.0], [4j]), ([2.0], [2j]), 0.5),
 )
 def test_max_output_difference_of_what_is_no_ordinary_number(one, other, difference):
     found = max_output_difference(Outputs(*one), Outputs(*other), torch.ones(1))

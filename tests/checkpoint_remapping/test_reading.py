@@ -35,6 +35,7 @@ from lightning_tricks.checkpoint_remapping import (
 )
 from lightning_tricks.checkpoint_remapping.core.files.pickle_interpreter import read_pickle
 from lightning_tricks.checkpoint_remapping.core.files.storages import FileStorages
+from tests.small import cases
 
 
 class Net(nn.Module):
@@ -419,13 +420,11 @@ def test_calls_are_refused(container, beside_weights, monkeypatch):
     assert not Path("pwned").exists()
 
 
-@pytest.mark.parametrize(
-    ("how", "error"),
-    [
-        *((how, "Nothing of it was run") for how in ("INST", "OBJ", "REDUCE", "nested", "BUILD on a class")),
-        *((how, "Nothing of it was run") for how in ("extension", "runpy")),
-        *((how, "a pickled .*, not a state dict") for how in ("dotted", "torch.load", "numpy")),
-    ],
+@cases(
+    "how, error",
+    *((how, "Nothing of it was run") for how in ("INST", "OBJ", "REDUCE", "nested", "BUILD on a class")),
+    *((how, "Nothing of it was run") for how in ("extension", "runpy")),
+    *((how, "a pickled .*, not a state dict") for how in ("dotted", "torch.load", "numpy")),
 )
 def test_handmade_pickles_are_refused(how, error):
     Path("evil.pkl").write_bytes(_instruction(how))
@@ -616,13 +615,11 @@ def test_tensors_beyond_their_data(claimed):
         read_checkpoint("w.pt")
 
 
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        (ImportError("Install s3fs"), r"s3:// needs the extra 's3': pip install .*"),
-        (FileNotFoundError("bucket/w.pt"), r"it does not exist \(bucket/w\.pt\)\."),
-        (PermissionError("Forbidden."), r"Forbidden\."),
-    ],
+@cases(
+    "error, words",
+    (ImportError("Install s3fs"), r"s3:// needs the extra 's3': pip install .*"),
+    (FileNotFoundError("bucket/w.pt"), r"it does not exist \(bucket/w\.pt\)\."),
+    (PermissionError("Forbidden."), r"Forbidden\."),
 )
 def test_an_address_that_cannot_be_opened_is_told_and_draws_no_random_number(error, words):
     def fails(*_):

@@ -21,7 +21,7 @@ from lightning_tricks.devices.core.device_summary import DEFAULT_KEYS
 from lightning_tricks.devices.device_monitor import DeviceMonitor
 from tests.devices.fake_nvml import FakeGpu, FakeNvml
 from tests.devices.runs import SavesInTheMiddle, rows
-from tests.small import QUIET, EvaluatedNet, Net, digits, loader
+from tests.small import QUIET, EvaluatedNet, Net, cases, digits, loader
 from tests.small import fit as train
 
 HOST = ["host/cpu_utilization", "host/ram_used_gib", "host/data_wait"]
@@ -146,12 +146,10 @@ class Works(Callback):
 
 
 @pytest.mark.trap("devices: is the loader the bottleneck (PL#1216 #2701 #4833)")
-@pytest.mark.parametrize(
-    ("loading", "working", "words"),
-    [
-        (3.0, 4.0, "Waited for data 74 % of the time: the loader is the bottleneck; try num_workers=3, now 0."),
-        (0.01, 4.0, "Waited for data 1 % of the time: the loader keeps up."),
-    ],
+@cases(
+    "loading, working, words",
+    (3.0, 4.0, "Waited for data 74 % of the time: the loader is the bottleneck; try num_workers=3, now 0."),
+    (0.01, 4.0, "Waited for data 1 % of the time: the loader keeps up."),
 )
 def test_the_verdict_is_measured(loading, working, words, monkeypatch):
     clock = [0.0]
@@ -393,14 +391,12 @@ class Raises(Callback):
         setattr(self, hook, raise_)
 
 
-@pytest.mark.parametrize(
-    ("hook", "error"),
-    [
-        ("on_train_batch_start", KeyboardInterrupt()),
-        ("on_fit_start", ZeroDivisionError("!")),
-        ("on_train_epoch_end", ZeroDivisionError("!")),
-        ("on_fit_end", KeyboardInterrupt()),
-    ],
+@cases(
+    "hook, error",
+    ("on_train_batch_start", KeyboardInterrupt()),
+    ("on_fit_start", ZeroDivisionError("!")),
+    ("on_train_epoch_end", ZeroDivisionError("!")),
+    ("on_fit_end", KeyboardInterrupt()),
 )
 def test_no_thread_is_left_after_an_exception(error, hook, capsys):
     running = []

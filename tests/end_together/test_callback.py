@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_wor
 
 from lightning_tricks import AutoResume, EndTogether, HangWatch, Microbatching
 from tests.contract.checks import Interrupts
-from tests.small import QUIET, EvaluatedNet, Hooks, Net, digits, fork, ranks_agree_at_once, real_fp16, same
+from tests.small import QUIET, EvaluatedNet, Hooks, Net, cases, digits, fork, ranks_agree_at_once, real_fp16, same
 
 TWO = {**QUIET, "strategy": "ddp_fork", "devices": 2, "max_epochs": 2, "use_distributed_sampler": False}
 
@@ -162,17 +162,15 @@ OPTIONS = {
 
 @pytest.mark.trap("asked_most: unequal ranks")
 @pytest.mark.parametrize("counts", [(12, 9), (9, 12)])
-@pytest.mark.parametrize(
-    ("kind", "options", "workers"),
-    [
-        *((kind, "accumulation", 0) for kind in DATA),
-        *(("stream", name, 0) for name in OPTIONS),
-        ("stored", "limit", 0),
-        ("sized", "interval", 0),
-        ("sized", "large limit", 0),
-        ("stream", "accumulation", 2),
-        ("stored", "plain", 2),
-    ],
+@cases(
+    "kind, options, workers",
+    *((kind, "accumulation", 0) for kind in DATA),
+    *(("stream", name, 0) for name in OPTIONS),
+    ("stored", "limit", 0),
+    ("sized", "interval", 0),
+    ("sized", "large limit", 0),
+    ("stream", "accumulation", 2),
+    ("stored", "plain", 2),
 )
 @pytest.mark.sampled(6)
 def test_a_run_is_that_of_loaders_cut_by_hand(tmp_path, kind, options, workers, counts):
@@ -301,9 +299,13 @@ def stopped_and_resumed(folder, make, callbacks, at, **options):
 
 
 @pytest.mark.parametrize("together_first", [True, False])
-@pytest.mark.parametrize(
-    ("kind", "at", "workers"),
-    [("stream", 4, 0), ("stream", 7, 2), ("stored", 4, 0), ("stream", 9, 0), ("sized", 13, 0)],
+@cases(
+    "kind, at, workers",
+    ("stream", 4, 0),
+    ("stream", 7, 2),
+    ("stored", 4, 0),
+    ("stream", 9, 0),
+    ("sized", 13, 0),
 )
 @pytest.mark.sampled(4)
 def test_it_resumes_in_the_middle_of_an_epoch(tmp_path, kind, at, workers, together_first):
@@ -407,12 +409,10 @@ def test_ranks_that_do_not_communicate_are_refused(monkeypatch):
         Trainer(callbacks=[EndTogether()], max_epochs=1, **QUIET).fit(Net(), DataLoader(digits(), 4))
 
 
-@pytest.mark.parametrize(
-    ("stages", "error", "words"),
-    [
-        ("train", TypeError, "stages must be a list of names, got 'train'"),
-        (["valid"], ValueError, "stages must be one of train, val, test, predict, got 'valid'. Did you mean 'val'?"),
-    ],
+@cases(
+    "stages, error, words",
+    ("train", TypeError, "stages must be a list of names, got 'train'"),
+    (["valid"], ValueError, "stages must be one of train, val, test, predict, got 'valid'. Did you mean 'val'?"),
 )
 def test_wrong_arguments(stages, error, words):
     with pytest.raises(error) as raised:

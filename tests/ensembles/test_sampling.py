@@ -22,6 +22,7 @@ from lightning_tricks.ensembles.core.sampling import (
     why_not_reorder,
 )
 from lightning_tricks.ensembles.training_data import batch_of_member
+from tests.small import cases
 
 
 class Squares(Dataset):
@@ -116,17 +117,15 @@ class _Own(DataLoader):
         return iter(())
 
 
-@pytest.mark.parametrize(
-    ("loader", "reason"),
-    [
-        ([1, 2], "a list is not a DataLoader"),
-        (DataLoader(Stream(), 2), "Stream is an IterableDataset, which has only one order"),
-        (DataLoader(Squares(), batch_size=None), "Squares makes the batches itself"),
-        (DataLoader(Squares(), batch_sampler=[[1, 2], [3]]), "list makes the batches itself"),
-        (_Own(Squares()), "_Own has its own __iter__"),
-        (DataLoader(Squares(), batch_sampler=BatchSampler(SequentialSampler(Squares()), 2, False)), ""),
-        (DataLoader(Squares()), ""),
-    ],
+@cases(
+    "loader, reason",
+    ([1, 2], "a list is not a DataLoader"),
+    (DataLoader(Stream(), 2), "Stream is an IterableDataset, which has only one order"),
+    (DataLoader(Squares(), batch_size=None), "Squares makes the batches itself"),
+    (DataLoader(Squares(), batch_sampler=[[1, 2], [3]]), "list makes the batches itself"),
+    (_Own(Squares()), "_Own has its own __iter__"),
+    (DataLoader(Squares(), batch_sampler=BatchSampler(SequentialSampler(Squares()), 2, False)), ""),
+    (DataLoader(Squares()), ""),
 )
 def test_loaders_whose_batches_members_have_to_share(loader, reason):
     assert why_not_reorder(loader) == reason

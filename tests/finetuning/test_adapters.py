@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_tricks.finetuning import Adapters, AdapterSettings, LoRASettings, add_adapters, add_lora, merge
 from tests.finetuning.models import IMAGES, TOKENS, bert, called, gpt2, output, swin, timm_vit, torchvision_vit
-from tests.small import same
+from tests.small import cases, same
 
 KINDS = ["houlsby", "pfeiffer", "parallel"]
 
@@ -203,20 +203,18 @@ def test_the_input_may_be_given_by_name():
     assert torch.equal(linear(input=query), linear(query))
 
 
-@pytest.mark.parametrize(
-    ("make", "settings", "words"),
-    [
-        (torchvision_swin, {"target_modules": "*.attn.proj"}, "never calls it.*give 'features.1.0.attn'"),
-        (encoder, {"target_modules": "*.out_proj"}, "MultiheadAttention.*give 'layers.0.self_attn'"),
-        (encoder, {"target_modules": "*.norm1"}, "none of them are linear layers or attentions"),
-        (encoder, {"target_modules": "nothing"}, "matches none"),
-        (encoder, {"target_modules": []}, "at least one pattern"),
-        (encoder, {"exclude": "nothing"}, "exclude.*matches none"),
-        (encoder, {"exclude": "layers"}, "leave none of the blocks"),
-        (encoder, {"modules_to_save": "nothing"}, "modules_to_save.*matches none"),
-        (lambda: (nn.Sequential(nn.Linear(2, 2)), None), {}, "none of the 1 modules is a transformer block"),
-        (lambda: (nn.Sequential(nn.LazyLinear(2)), None), {"target_modules": "0"}, "no shape yet"),
-    ],
+@cases(
+    "make, settings, words",
+    (torchvision_swin, {"target_modules": "*.attn.proj"}, "never calls it.*give 'features.1.0.attn'"),
+    (encoder, {"target_modules": "*.out_proj"}, "MultiheadAttention.*give 'layers.0.self_attn'"),
+    (encoder, {"target_modules": "*.norm1"}, "none of them are linear layers or attentions"),
+    (encoder, {"target_modules": "nothing"}, "matches none"),
+    (encoder, {"target_modules": []}, "at least one pattern"),
+    (encoder, {"exclude": "nothing"}, "exclude.*matches none"),
+    (encoder, {"exclude": "layers"}, "leave none of the blocks"),
+    (encoder, {"modules_to_save": "nothing"}, "modules_to_save.*matches none"),
+    (lambda: (nn.Sequential(nn.Linear(2, 2)), None), {}, "none of the 1 modules is a transformer block"),
+    (lambda: (nn.Sequential(nn.LazyLinear(2)), None), {"target_modules": "0"}, "no shape yet"),
 )
 def test_what_cannot_be_is_refused_and_nothing_is_changed(make, settings, words):
     model, _ = make()
@@ -228,15 +226,13 @@ def test_what_cannot_be_is_refused_and_nothing_is_changed(make, settings, words)
     assert trained == [parameter.requires_grad for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"bottleneck": 0}, "bottleneck must be a whole number >= 1, got 0"),
-        ({"kind": "paralel"}, "Did you mean 'parallel'"),
-        ({"nonlinearity": "rely"}, "Did you mean 'relu'"),
-        ({"scale": 0}, "scale must be a number > 0"),
-        ({"dropout": 1.0}, "dropout must be a number >= 0 and < 1"),
-    ],
+@cases(
+    "settings, words",
+    ({"bottleneck": 0}, "bottleneck must be a whole number >= 1, got 0"),
+    ({"kind": "paralel"}, "Did you mean 'parallel'"),
+    ({"nonlinearity": "rely"}, "Did you mean 'relu'"),
+    ({"scale": 0}, "scale must be a number > 0"),
+    ({"dropout": 1.0}, "dropout must be a number >= 0 and < 1"),
 )
 def test_arguments_are_checked(settings, words):
     with pytest.raises(ValueError, match=words):

@@ -34,6 +34,7 @@ from tests.finetuning.models import (
     timm_vit,
     torchvision_vit,
 )
+from tests.small import cases
 
 
 def _settings(**given):
@@ -170,17 +171,15 @@ def test_a_side_branch_is_the_changed_weight(inputs, outputs, batch, rank, alpha
     torch.testing.assert_close(layer(x), nn.functional.linear(x, weight, layer[0].bias))
 
 
-@pytest.mark.parametrize(
-    ("kind", "places"),
-    [
-        ("Linear", "Linear"),
-        ("Conv1d", "Conv"),
-        ("Conv2d", "Conv"),
-        ("padded Conv2d", "Conv"),
-        ("Conv3d", "Conv"),
-        ("Embedding", "Embedding"),
-        ("GPT-2", "TransposedLinear"),
-    ],
+@cases(
+    "kind, places",
+    ("Linear", "Linear"),
+    ("Conv1d", "Conv"),
+    ("Conv2d", "Conv"),
+    ("padded Conv2d", "Conv"),
+    ("Conv3d", "Conv"),
+    ("Embedding", "Embedding"),
+    ("GPT-2", "TransposedLinear"),
 )
 def test_known_layers_have_a_side_branch(kind, places):
     """Their forward passes never compute the whole changed weight."""
@@ -327,15 +326,13 @@ def test_a_parametrization_that_gives_back_what_is_assigned_is_merged(wrap, dtyp
 
 
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize(
-    ("wrap", "dtype"),
-    [
-        (parametrizations.spectral_norm, torch.float32),
-        (parametrizations.spectral_norm, torch.bfloat16),
-        (lambda layer: parametrizations.spectral_norm(parametrizations.weight_norm(layer)), torch.float32),
-        (parametrizations.orthogonal, torch.float32),
-        (_by(_Clamped), torch.float16),
-    ],
+@cases(
+    "wrap, dtype",
+    (parametrizations.spectral_norm, torch.float32),
+    (parametrizations.spectral_norm, torch.bfloat16),
+    (lambda layer: parametrizations.spectral_norm(parametrizations.weight_norm(layer)), torch.float32),
+    (parametrizations.orthogonal, torch.float32),
+    (_by(_Clamped), torch.float16),
     ids=["spectral_norm", "spectral_norm in bf16", "two", "orthogonal", "clamped in training"],
 )
 def test_a_parametrization_that_gives_back_another_weight_is_not_merged(wrap, dtype, training):
@@ -505,23 +502,21 @@ def test_precision_of_the_base_under_autocast():
 
 
 @pytest.mark.trap("finetuning: a pattern of several that matches nothing, or a rank larger than the layer, is accepted")
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"target_modules": ["0", "query"]}, "target_modules: pattern 'query' matches none of the 3 modules"),
-        ({"target_modules": "proj"}, r"Did you mean '\*\.proj'\?"),
-        ({"target_modules": "1"}, r"pattern '1' matches 1 modules, such as '1' \(ReLU\), but none of them are layers"),
-        ({"target_modules": []}, "target_modules must name at least one pattern"),
-        ({"exclude": "stem"}, "exclude: pattern 'stem' matches none"),
-        ({"modules_to_save": "classifier"}, "modules_to_save: pattern 'classifier' matches none"),
-        ({"rank_pattern": {"key": 3}}, "rank_pattern: pattern 'key' matches none"),
-        (
-            {"rank": 9},
-            r"rank=9 exceeds the largest possible rank of 0\.weight, 8 \(shape \(8, 8\)\): give a smaller rank",
-        ),
-        ({"rank_pattern": {"0": 64}}, "rank=64 exceeds"),
-        ({"exclude": ["0", "2*"]}, "none of the 1 modules is a linear layer"),
-    ],
+@cases(
+    "given, words",
+    ({"target_modules": ["0", "query"]}, "target_modules: pattern 'query' matches none of the 3 modules"),
+    ({"target_modules": "proj"}, r"Did you mean '\*\.proj'\?"),
+    ({"target_modules": "1"}, r"pattern '1' matches 1 modules, such as '1' \(ReLU\), but none of them are layers"),
+    ({"target_modules": []}, "target_modules must name at least one pattern"),
+    ({"exclude": "stem"}, "exclude: pattern 'stem' matches none"),
+    ({"modules_to_save": "classifier"}, "modules_to_save: pattern 'classifier' matches none"),
+    ({"rank_pattern": {"key": 3}}, "rank_pattern: pattern 'key' matches none"),
+    (
+        {"rank": 9},
+        r"rank=9 exceeds the largest possible rank of 0\.weight, 8 \(shape \(8, 8\)\): give a smaller rank",
+    ),
+    ({"rank_pattern": {"0": 64}}, "rank=64 exceeds"),
+    ({"exclude": ["0", "2*"]}, "none of the 1 modules is a linear layer"),
 )
 def test_what_does_not_fit_is_an_error_and_changes_nothing(given, words):
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.ModuleDict({"proj": nn.Linear(8, 8)}))
@@ -605,17 +600,15 @@ def test_quantized_layers_are_not_left_out_silently(kind):
             add_adapters(model, AdapterSettings(4, target_modules="*"))
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "words"),
-    [
-        ({"rank": 0}, ValueError, "rank must be a whole number >= 1, got 0"),
-        ({"rank": 2.0}, TypeError, "rank must be a whole number"),
-        ({"alpha": 0}, ValueError, "alpha must be a number > 0"),
-        ({"dropout": 1.0}, ValueError, "dropout must be a number >= 0 and < 1, got 1.0"),
-        ({"target_modules": 3}, TypeError, "target_modules must be a pattern or a list of patterns, got 3"),
-        ({"exclude": "re:("}, ValueError, "is not a regular expression"),
-        ({"rank_pattern": {"a": 0}}, ValueError, r"rank_pattern\['a'\] must be a whole number >= 1"),
-    ],
+@cases(
+    "given, error, words",
+    ({"rank": 0}, ValueError, "rank must be a whole number >= 1, got 0"),
+    ({"rank": 2.0}, TypeError, "rank must be a whole number"),
+    ({"alpha": 0}, ValueError, "alpha must be a number > 0"),
+    ({"dropout": 1.0}, ValueError, "dropout must be a number >= 0 and < 1, got 1.0"),
+    ({"target_modules": 3}, TypeError, "target_modules must be a pattern or a list of patterns, got 3"),
+    ({"exclude": "re:("}, ValueError, "is not a regular expression"),
+    ({"rank_pattern": {"a": 0}}, ValueError, r"rank_pattern\['a'\] must be a whole number >= 1"),
 )
 def test_bad_settings(given, error, words):
     with pytest.raises(error, match=words):

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count
 
 from lightning_tricks import count_flops
 from lightning_tricks.flops.core.operator_counter import find_rule
+from tests.small import cases
 
 _SIZE = st.integers(1, 9)
 _FEW = settings(max_examples=8, deadline=None)
@@ -377,9 +378,7 @@ def test_a_module_that_calls_itself_counts_once(depth):
     assert count_flops(model.inner, (torch.empty(3, 8), depth)).rows[0].calls == depth
 
 
-@pytest.mark.parametrize(
-    "kind", ["flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"]
-)
+@cases("kind", "flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
 def test_fused_attention_whose_values_have_another_size(kind):
     """Values wider than queries, more keys than queries: against torch's formulas, of which a MAC is two."""
     query, key, value = (torch.empty(2, 3, *size, device="meta") for size in ((4, 8), (7, 8), (7, 16)))

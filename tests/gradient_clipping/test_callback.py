@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_no
 from lightning_tricks import GradientClipping
 from tests.contract.checks import assert_same_run
 from tests.contract.lab import SETTINGS, identical_copies
-from tests.small import QUIET, HostReads, Net, loader, same
+from tests.small import QUIET, HostReads, Net, cases, loader, same
 
 
 def _steps(callback):
@@ -208,9 +208,10 @@ def test_says_nothing_to_a_barebones_trainer():
     assert _steps(trainer.callbacks[0]) == {0: 10}
 
 
-@pytest.mark.parametrize(
-    ("strategy", "remedy"),
-    [(FSDPStrategy, "use ModelParallelStrategy"), (DeepSpeedStrategy, "`gradient_clipping` in DeepSpeed's own")],
+@cases(
+    "strategy, remedy",
+    (FSDPStrategy, "use ModelParallelStrategy"),
+    (DeepSpeedStrategy, "`gradient_clipping` in DeepSpeed's own"),
 )
 def test_refuses_strategies_that_hide_gradients(strategy, remedy):
     # neither strategy can be made on a machine without a GPU: the Trainer is a mock, the strategy's type is real

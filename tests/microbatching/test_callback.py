@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tricks import AutoResume, Microbatching
 from tests.microbatching.models import Memory, Net, difference, fit, rows_of
-from tests.small import Hooks, real_fp16
+from tests.small import Hooks, cases, real_fp16
 
 WAYS = {
     "fixed": lambda: (Microbatching(3), None),
@@ -32,14 +32,12 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-@pytest.mark.parametrize(
+@cases(
     "trainer",
-    [
-        {},
-        {"accumulate_grad_batches": 3},
-        {"gradient_clip_val": 0.1},
-        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-    ],
+    {},
+    {"accumulate_grad_batches": 3},
+    {"gradient_clip_val": 0.1},
+    {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
     ids=["plain", "accumulation", "norm", "value"],
 )
 def test_weights_and_logged_values_are_those_of_whole_batches(way, optimizer, trainer):

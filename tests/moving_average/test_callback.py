@@ -31,7 +31,7 @@ from lightning_tricks.checkpoint_remapping import CheckpointError
 from lightning_tricks.lr_schedules import CombinedOptimizer
 from tests.contract.checks import Interrupts
 from tests.moving_average.contract import average_of
-from tests.small import QUIET, EvaluatedNet, Hooks, Net, fit, loader, local_sgd, same
+from tests.small import QUIET, EvaluatedNet, Hooks, Net, cases, fit, loader, local_sgd, same
 from tests.spike_guard.oracle import Rows
 from tests.spike_guard.oracle import loader as loader_of_rows
 
@@ -650,12 +650,10 @@ class Unstepped(Net):
 
 
 @pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
-@pytest.mark.parametrize(
-    ("words", "module", "options"),
-    [
-        ("follows the steps of optimizers: return those", Unstepped, {}),
-        ("StochasticWeightAveraging would replace", Net, {"callbacks": [StochasticWeightAveraging(0.1)]}),
-    ],
+@cases(
+    "words, module, options",
+    ("follows the steps of optimizers: return those", Unstepped, {}),
+    ("StochasticWeightAveraging would replace", Net, {"callbacks": [StochasticWeightAveraging(0.1)]}),
 )
 def test_refusals(words, module, options):
     callbacks = [EMA(), *options.pop("callbacks", ())]

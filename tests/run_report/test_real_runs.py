@@ -21,7 +21,7 @@ from lightning_tricks import DeviceMonitor, GradientClipping, ImageLogger, RunRe
 from lightning_tricks._shared.report_parts import ClippedSteps, DeviceUse, Pictures
 from lightning_tricks.run_report import find_all, read_record
 from tests.run_report.test_callback import train
-from tests.small import QUIET, EvaluatedNet, Hooks, Net, digits, loader
+from tests.small import QUIET, EvaluatedNet, Hooks, Net, cases, digits, loader
 
 CONSTANT = "The learning rate was 0.01 in all steps: a schedule"
 
@@ -39,15 +39,13 @@ def sentences(folder):
     return [finding.text for finding in find_all(read_record(folder)) if "from commit" not in finding.text]
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"limit_train_batches": 1000, "limit_val_batches": 10}, []),
-        ({"limit_train_batches": 9}, ["Only a part of the data was used in training (limit_train_batches=9 batches)."]),
-        ({"limit_val_batches": 0.5}, ["Only a part of the data was used in validation (limit_val_batches=0.5)."]),
-        ({"limit_val_batches": 0}, []),
-        ({"overfit_batches": 3}, ["Only a part of the data was used in training and validation (overfit_batches=3)."]),
-    ],
+@cases(
+    "options, words",
+    ({"limit_train_batches": 1000, "limit_val_batches": 10}, []),
+    ({"limit_train_batches": 9}, ["Only a part of the data was used in training (limit_train_batches=9 batches)."]),
+    ({"limit_val_batches": 0.5}, ["Only a part of the data was used in validation (limit_val_batches=0.5)."]),
+    ({"limit_val_batches": 0}, []),
+    ({"overfit_batches": 3}, ["Only a part of the data was used in training and validation (overfit_batches=3)."]),
 )
 def test_a_limit_that_took_nothing_away_is_none(tmp_path, options, words):
     train([RunReport(tmp_path)], **options)
@@ -172,13 +170,11 @@ class Knows(EvaluatedNet):
         return {"preds": preds, "target": batch[1]}
 
 
-@pytest.mark.parametrize(
-    ("wrong", "mark", "note"),
-    [
-        (0, "", "Epoch 1. There are no mistakes."),
-        (3, "", "Epoch 1. There are no more."),
-        (2, "!", "Epoch 1. There are no more."),  # names of classes that begin as the captions of mistakes do
-    ],
+@cases(
+    "wrong, mark, note",
+    (0, "", "Epoch 1. There are no mistakes."),
+    (3, "", "Epoch 1. There are no more."),
+    (2, "!", "Epoch 1. There are no more."),  # names of classes that begin as the captions of mistakes do
 )
 def test_mistakes_are_mistakes(tmp_path, wrong, mark, note):
     module = Knows()

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, SubsetRandomSampler, 
 from lightning_tricks import SeedEverything, seed_everything
 from lightning_tricks._lightning_compat.loaders import repeats_worker_seeds
 from tests.contract.lab import SETTINGS
-from tests.small import QUIET, Net, digits, same
+from tests.small import QUIET, Net, cases, digits, same
 
 _ELSEWHERE = itertools.count(1000)
 _WORKERS = [
@@ -151,13 +151,11 @@ class _SetsSampler(Net):
 
 
 @pytest.mark.parametrize("reload", [0, 1])
-@pytest.mark.parametrize(
-    ("make_sampler", "own"),
-    [
-        (_OwnSampler, True),
-        (lambda: SubsetRandomSampler(range(40)), False),
-        (lambda: WeightedRandomSampler(torch.ones(40), 40, replacement=False), False),
-    ],
+@cases(
+    "make_sampler, own",
+    (_OwnSampler, True),
+    (lambda: SubsetRandomSampler(range(40)), False),
+    (lambda: WeightedRandomSampler(torch.ones(40), 40, replacement=False), False),
     ids=["own", "subset", "weighted"],
 )
 def test_per_rank_seeds_keep_the_sharding_of_any_sampler(make_sampler, own, reload):

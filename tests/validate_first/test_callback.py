@@ -26,7 +26,7 @@ from lightning_tricks import (
     ValidateFirst,
 )
 from tests.contract.checks import Interrupts
-from tests.small import BATCHES, QUIET, EvaluatedNet, Hooks, digits, loader, real_fp16, same
+from tests.small import BATCHES, QUIET, EvaluatedNet, Hooks, cases, digits, loader, real_fp16, same
 
 
 class Noisy(Dataset):
@@ -106,18 +106,16 @@ LOADERS = {
 
 @pytest.mark.filterwarnings("ignore:.*shuffling enabled")
 @pytest.mark.trap("asked_most: validation before training")
-@pytest.mark.parametrize(
-    ("options", "kind"),
-    [
-        ({}, "no workers"),
-        ({"num_sanity_val_steps": 2, "accumulate_grad_batches": 4}, "workers"),
-        ({"num_sanity_val_steps": -1, "val_check_interval": 0.5}, "persistent workers"),
-        ({"check_val_every_n_epoch": 2, "max_epochs": 4}, "persistent workers"),
-        ({"check_val_every_n_epoch": None, "val_check_interval": 7}, "no workers"),
-        ({"limit_val_batches": 3, "limit_train_batches": 0.5}, "no workers"),
-        ({"check_val_every_n_epoch": 2, "reload_dataloaders_every_n_epochs": 2, "num_sanity_val_steps": 1}, "workers"),
-        ({"plugins": "fp16"}, "no workers"),
-    ],
+@cases(
+    "options, kind",
+    ({}, "no workers"),
+    ({"num_sanity_val_steps": 2, "accumulate_grad_batches": 4}, "workers"),
+    ({"num_sanity_val_steps": -1, "val_check_interval": 0.5}, "persistent workers"),
+    ({"check_val_every_n_epoch": 2, "max_epochs": 4}, "persistent workers"),
+    ({"check_val_every_n_epoch": None, "val_check_interval": 7}, "no workers"),
+    ({"limit_val_batches": 3, "limit_train_batches": 0.5}, "no workers"),
+    ({"check_val_every_n_epoch": 2, "reload_dataloaders_every_n_epochs": 2, "num_sanity_val_steps": 1}, "workers"),
+    ({"plugins": "fp16"}, "no workers"),
     ids=lambda value: value if isinstance(value, str) else " ".join(value) or "plain",
 )
 def test_the_rest_of_the_run_is_bit_equal(tmp_path, kind, options):
@@ -239,12 +237,10 @@ class Unvalidated(Scored):
     validation_step = LightningModule.validation_step
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"limit_val_batches": 0}, "limit_val_batches=0"),
-        ({"module": Unvalidated, "loaders": lambda: (loader(),)}, "no validation_step or validation loader"),
-    ],
+@cases(
+    "options, words",
+    ({"limit_val_batches": 0}, "limit_val_batches=0"),
+    ({"module": Unvalidated, "loaders": lambda: (loader(),)}, "no validation_step or validation loader"),
 )
 def test_without_validation_it_says_why(lightning_log, options, words):
     train([ValidateFirst()], **options)
