@@ -3,7 +3,6 @@
 import copy
 import io
 import pickle
-import warnings
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from lightning_tricks import calibrate, ensembles
 from lightning_tricks.calibration import CalibratedClassifier, Calibration, calibration_scores
 from lightning_tricks.ensembles import VotingClassifier
 from tests.ensembles.nets import MLP, digits, few, fit, values
-from tests.small import QUIET, cases, fork
+from tests.small import QUIET, cases, fork, without_warnings
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 METHODS = ("temperature", "vector", "isotonic")
@@ -68,8 +67,7 @@ def test_an_ensemble_is_calibrated_as_a_whole_and_nothing_else_changes(family, m
     of_others = {"NeuralForest": {"n_outputs": 10, "depth": 3}, "Stacking": {"estimators": MLP, "cv": 2}}
     members = of_others.get(family, {"estimator": MLP})
     ensemble = getattr(ensembles, f"{family}Classifier")(**members, **options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with without_warnings():
         fit(ensemble, few(digits()[0], 300), max_epochs=4)
     ensemble.train()
     before, modes = values(ensemble), [part.training for part in ensemble.modules()]

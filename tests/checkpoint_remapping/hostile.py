@@ -7,11 +7,12 @@ import io
 import json
 import pickle
 import struct
-import warnings
 import zipfile
 from collections.abc import Callable
 
 import torch
+
+from tests.small import without_warnings
 
 Files = dict[str, bytes]
 
@@ -280,8 +281,7 @@ def _alone(pickled: bytes) -> bytes:
 
 def _legacy_storage() -> bytes:
     file = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about typed storages
+    with without_warnings():  # about typed storages
         torch.save(torch.ones(4).storage(), file, _use_new_zipfile_serialization=False)
     return file.getvalue()
 

@@ -1,7 +1,5 @@
 """`replace_head`: all names of a head, several heads, and what else knows the number of classes."""
 
-import warnings
-
 import pytest
 import timm
 import torch
@@ -12,7 +10,7 @@ from torchvision import models
 
 from lightning_tricks import replace_head
 from lightning_tricks.checkpoint_remapping import CheckpointError
-from tests.small import cases
+from tests.small import cases, recorded_warnings
 
 
 class Aliased(LightningModule):
@@ -148,8 +146,7 @@ def bert(labels, problem=None):
 )
 def test_a_model_of_transformers_trains_with_labels(before, problem, after, expected):
     model = bert(before, problem)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded_warnings() as caught:
         replace_head(model, after)
     said = [str(warning.message) for warning in caught]
     assert any("problem_type was" in line for line in said) == (problem != expected)

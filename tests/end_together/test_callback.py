@@ -2,7 +2,6 @@
 
 import math
 import signal
-import warnings
 
 import pytest
 import torch
@@ -15,7 +14,19 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_wor
 
 from lightning_tricks import AutoResume, EndTogether, HangWatch, Microbatching
 from tests.contract.checks import Interrupts
-from tests.small import QUIET, EvaluatedNet, Hooks, Net, cases, digits, fork, ranks_agree_at_once, real_fp16, same
+from tests.small import (
+    QUIET,
+    EvaluatedNet,
+    Hooks,
+    Net,
+    cases,
+    digits,
+    fork,
+    ranks_agree_at_once,
+    real_fp16,
+    same,
+    without_warnings,
+)
 
 TWO = {**QUIET, "strategy": "ddp_fork", "devices": 2, "max_epochs": 2, "use_distributed_sampler": False}
 
@@ -125,8 +136,7 @@ def run(folder, callbacks, module, stage="fit", **trainer):
     """Run a stage on two ranks; return what each did."""
     torch.manual_seed(0)
     module = module()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of lengths of iterable data sets, and of no validation
+    with without_warnings():  # of lengths of iterable data sets, and of no validation
         runner = Trainer(callbacks=[*callbacks, Writes(folder)], **{**TWO, **trainer})
         options = {"fit": {}, "predict": {"return_predictions": False}}.get(stage, {"verbose": False})
         getattr(runner, stage)(module, **options)
@@ -283,8 +293,7 @@ def stopped_and_resumed(folder, make, callbacks, at, **options):
             own = callbacks(folder / "run")
             others = [Interrupts(at)] if stops else []
             trainer = Trainer(callbacks=[*own, *others, Writes(folder)], **{**TWO, "strategy": "ddp", **options})
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with without_warnings():
                 if not stops:
                     torch.manual_seed(0)
                 trainer.fit(Own(make))
@@ -362,8 +371,7 @@ def test_a_second_fit_and_new_loaders_in_each_epoch(tmp_path):
             made.clear()
             module = Reloaded(None)
             options = {**TWO, "strategy": "ddp", "reload_dataloaders_every_n_epochs": 1, "max_epochs": 4}
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with without_warnings():
                 trainer = Trainer(callbacks=[callback], **options)
                 trainer.fit(module)
             assert len(module.seen) == 3 + 2 + 6 + 3

@@ -17,7 +17,7 @@ from lightning_tricks import load_weights
 from lightning_tricks.finetuning import LoRA, LoRASettings, add_lora, load_adapter, merge, save_adapter
 from tests.finetuning.models import swin
 from tests.finetuning.peft_models import perturb
-from tests.small import cases, fork
+from tests.small import cases, fork, recorded_warnings, without_warnings
 
 peft = pytest.importorskip("peft")
 
@@ -449,8 +449,7 @@ def test_a_rank_beyond_that_of_the_layer(tmp_path):
 
 
 def test_quantized_layers_are_not_those_of_another_model(folder):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # which torch is to remove some day
+    with without_warnings():  # which torch is to remove some day
         model = torch.ao.quantization.quantize_dynamic(seeded(linear), {nn.Linear})
     with refused(r"1 of 1 layers have no such matrix of .* in Sequential: 0 \(Linear\)\. If they are quantized, load"):
         load_adapter(model, folder)
@@ -516,8 +515,7 @@ def test_of_two_modules_whose_names_end_alike_one_is_saved_and_loaded(tmp_path):
             {"body": nn.Linear(6, 8), "head": nn.Linear(8, 2), "aux": nn.ModuleDict({"head": nn.Linear(8, 2)})}
         )
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # peft would take both
+    with without_warnings():  # peft would take both
         save_adapter(model := adapted(make, target_modules="body", modules_to_save="head"), tmp_path)
     load_adapter(plain := seeded(make), tmp_path)
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in plain.state_dict().items())
@@ -583,8 +581,7 @@ def test_a_subclass_is_named_where_peft_computes_something_else(layer, is_read, 
 
     x = torch.arange(8)[None] if issubclass(layer, nn.Embedding) else torch.eye(8)
     model = adapted(make, target_modules="0", modules_to_save=())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded_warnings() as caught:
         save_adapter(model, tmp_path)
         by_peft = outputs(read_with_peft(seeded(make), tmp_path), x)
     said = [str(warning.message) for warning in caught if "peft does not: 0 (" in str(warning.message)]

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import warnings
 from abc import ABC
 
 import pytest
@@ -13,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_tricks.finetuning import Adapters, AdapterSettings, LoRASettings, add_adapters, add_lora, merge
 from tests.finetuning.models import IMAGES, TOKENS, bert, called, gpt2, output, swin, timm_vit, torchvision_vit
-from tests.small import cases, same
+from tests.small import cases, same, without_warnings
 
 KINDS = ["houlsby", "pfeiffer", "parallel"]
 
@@ -24,8 +23,7 @@ def encoder():
 
 
 def encoder_decoder():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with without_warnings():
         model = nn.Transformer(8, 2, 1, 1, 16, 0.0)
     return model, lambda model: model(_randn(5, 2, 8), _randn(3, 2, 8))
 
@@ -168,8 +166,7 @@ def test_a_layer_computes_the_formula(kind):
 def test_a_network_for_a_bias_of_positions_is_no_feed_forward_network():
     from timm.models.vision_transformer_relpos import VisionTransformerRelPos
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with without_warnings():
         model = VisionTransformerRelPos(8, 4, embed_dim=8, depth=2, num_heads=2, num_classes=3, rel_pos_type="mlp")
     assert list(add_adapters(model, AdapterSettings(2)).layers) == ["blocks.0.mlp.fc2", "blocks.1.mlp.fc2"]
 

@@ -1,7 +1,6 @@
 """GradualUnfreezing in real fits: what trains when, resumed anywhere, in every way to train."""
 
 import copy
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -29,7 +28,7 @@ from lightning_tricks.finetuning import freeze_
 from lightning_tricks.lr_schedules import FactorLR
 from tests.contract.checks import Interrupts
 from tests.finetuning.finetuned_net import FineNet, Trace, ValidatedNet, fit, flags, moved, trained, weights
-from tests.small import QUIET, cases, digits, fork, loader, real_fp16, same
+from tests.small import QUIET, cases, digits, fork, loader, real_fp16, recorded_warnings, same
 
 EPOCHS = {0: "head.*", 1: "block.*", 2: ["*"]}
 STEPS = {0: "head.*", 3: "block.*", 14: ["*"]}
@@ -318,8 +317,7 @@ def test_beside_stochastic_weight_averaging():
         fit(FineNet(), GradualUnfreezing({0: "head.*"}), StochasticWeightAveraging(0.1, swa_epoch_start=1))
     net = FineNet()
     averaging = StochasticWeightAveraging(0.1, swa_epoch_start=1)
-    with warnings.catch_warnings(record=True):
-        warnings.simplefilter("always")
+    with recorded_warnings():
         fit(net, GradualUnfreezing({0: "head.*", 1: "*"}, lr_multipliers={"stem.*": 0.5}), averaging)
     assert net.stem[1].running_mean.abs().sum() > 0
 

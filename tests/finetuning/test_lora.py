@@ -4,7 +4,6 @@ import copy
 import io
 import pickle
 import sys
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -34,7 +33,7 @@ from tests.finetuning.models import (
     timm_vit,
     torchvision_vit,
 )
-from tests.small import cases
+from tests.small import cases, without_warnings
 
 
 def _settings(**given):
@@ -564,8 +563,7 @@ def _wrapped():
 
 
 def _by_torch(make):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch is to remove it some day
+    with without_warnings():  # torch is to remove it some day
         return make()
 
 

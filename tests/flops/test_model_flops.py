@@ -4,7 +4,6 @@ import copy
 import math
 import subprocess
 import sys
-import warnings
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count
 
 from lightning_tricks import count_flops
 from lightning_tricks.flops.core.operator_counter import find_rule
-from tests.small import cases
+from tests.small import cases, without_warnings
 
 _SIZE = st.integers(1, 9)
 _FEW = settings(max_examples=8, deadline=None)
@@ -225,8 +224,7 @@ def test_a_tensor_outside_of_the_model_needs_no_data():
 
 
 def test_quantized_and_sparse_weights():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with without_warnings():
         quantized = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(8, 4)), {nn.Linear})
         for out in (1, 2):
             quantize = torch.ao.nn.quantized.Quantize(0.1, 0, torch.quint8)
@@ -234,8 +232,7 @@ def test_quantized_and_sparse_weights():
             assert count_flops(convolution, torch.zeros(1, 3, 8, 8)).macs == 6 * 6 * out * 27
     assert count_flops(quantized, torch.empty(2, 8)).macs == 64
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "in beta state"
+    with without_warnings():  # "in beta state"
         sparse = torch.eye(8).to_sparse_csr()
     assert count_flops(Calls(lambda x: sparse @ x), torch.empty(8, 3)).macs == 24
 

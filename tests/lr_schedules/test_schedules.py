@@ -1,7 +1,6 @@
 """The closed forms against torch's schedulers where those are right, and at the edges where they are not."""
 
 import math
-import warnings
 from functools import partial
 from itertools import pairwise
 
@@ -24,7 +23,7 @@ from lightning_tricks.lr_schedules import (
     warmup_linear,
     wsd,
 )
-from tests.small import cases
+from tests.small import cases, without_warnings
 
 
 def _torchs(make, steps, lr=1.0):
@@ -52,8 +51,7 @@ def _torchs(make, steps, lr=1.0):
     ids=["cosine", "polynomial", "linear", "multistep", "step", "exponential", "constant", "one cycle", "short cycle"],
 )
 def test_equals_torch(ours, make, steps):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the last step of OneCycleLR
+    with without_warnings():  # the last step of OneCycleLR
         if "OneCycle" in make.__code__.co_names[1]:
             steps -= 1
         expected = _torchs(make, steps)

@@ -23,7 +23,7 @@ from lightning_tricks._shared.console import make_console
 from lightning_tricks.metrics import MetricsError, binary_metrics, multiclass_metrics
 from lightning_tricks.metrics.core.history import EpochRecord, History
 from tests.metrics.tables import OneLoader, Table, Trained, loader_of, numbers, table, trainer, truth
-from tests.small import EvaluatedNet, Net, cases, digits, fork
+from tests.small import EvaluatedNet, Net, cases, digits, fork, without_warnings
 
 # Lightning's advice to validate on one process, which is what exact evaluation makes needless
 pytestmark = pytest.mark.filterwarnings("ignore:Using `DistributedSampler`")
@@ -204,8 +204,7 @@ def test_fitting_and_testing_on_several_ranks_are_exact_too(tmp_path, function):
 def test_two_loaders_of_which_one_rank_sees_one_only(tmp_path):
     first, second = table(1), table(9, seed=1)
     fitter = two_ranks(tmp_path, {"auroc": tm.MulticlassAUROC(4, average="weighted")})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torchmetrics', of classes that do not occur
+    with without_warnings():  # torchmetrics', of classes that do not occur
         fitter.validate(Table(), [loader_of(*first[:2]), loader_of(*second[:2])], verbose=False)
         expected = truth(tm.MulticlassAUROC(4, average="weighted"), *second[:2])
     values = of_ranks(tmp_path)[1]
@@ -415,8 +414,7 @@ def test_a_checkpoint_of_a_validation_does_not_leak_into_the_next_epoch(tmp_path
     again = MetricsMonitor({"f1": tm.MulticlassF1Score(4)})
     keeper = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=False)
     fitter = trainer(again, keeper, max_epochs=3, enable_checkpointing=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Lightning's, that there are checkpoints already
+    with without_warnings():  # Lightning's, that there are checkpoints already
         fitter.fit(OneLoader(), loader, loader, ckpt_path=tmp_path / "epoch=0.ckpt")
     expected = truth(tm.MulticlassF1Score(4), scores, target)
     trained = [row["value"] for row in again.history() if (row["stage"], row["metric"]) == ("train", "f1")]
@@ -614,8 +612,7 @@ def test_later_invalid_values_make_nan_and_are_counted_in_words():
 
 def test_a_loader_without_batches_is_refused():
     empty, some = loader_of(*table(0)[:2]), loader_of(*table(8)[:2])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Lightning's, that the loader is empty
+    with without_warnings():  # Lightning's, that the loader is empty
         with pytest.raises(MetricsError, match="loader 1 of val has no batches"):
             trainer(MetricsMonitor(multiclass_metrics(4))).fit(Table(), some, [some, empty])
         for loaders, index in ((empty, 0), ({"some": some, "empty": empty}, 1)):

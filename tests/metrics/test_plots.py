@@ -1,5 +1,4 @@
 import sys
-import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +16,7 @@ from lightning_tricks._shared.pictures import can_log_images, log_image
 from lightning_tricks.metrics import binary_metrics, multiclass_metrics, multilabel_metrics, regression_metrics
 from lightning_tricks.metrics.core.plots import as_array, classes_figure, confusion_figure, curves_figure
 from tests.metrics.tables import OneLoader, loader_of, table
-from tests.small import QUIET, cases
+from tests.small import QUIET, cases, without_warnings
 
 # Lightning's advice on its logging interval
 pytestmark = pytest.mark.filterwarnings("ignore:The number of training batches")
@@ -153,7 +152,6 @@ class Mute(Logger):
 def test_ranks_agree_on_whether_there_is_a_logger_for_pictures():
     callbacks = [MetricsMonitor(multiclass_metrics(4)), ImageLogger(shape=[1, 2, 2])]
     fitter = Trainer(callbacks=callbacks, **{**QUIET, "logger": Mute()}, strategy="ddp_fork", devices=2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Lightning's advice to test on one process
+    with without_warnings():  # Lightning's advice to test on one process
         (values,) = fitter.test(OneLoader(), loader_of(*table(9)[:2]), verbose=False)
     assert "test/f1" in values

@@ -1,7 +1,5 @@
 """Every metric of every preset, against scikit-learn over random data, through the suite in batches of random sizes."""
 
-import warnings
-
 import numpy as np
 import pytest
 import sklearn.metrics as sk
@@ -21,7 +19,7 @@ from lightning_tricks.metrics import (
     retrieval_metrics,
     segmentation_metrics,
 )
-from tests.small import cases
+from tests.small import cases, without_warnings
 
 FEW = settings(max_examples=25, deadline=None, derandomize=True)
 SEEDS = st.integers(0, 2**20)
@@ -47,8 +45,7 @@ def assert_same(ours, oracle):
 
 def quietly(function, *args, **kwargs):
     """scikit-learn's value, without its warnings of undefined ones."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with without_warnings():
         return function(*args, **kwargs)
 
 

@@ -31,7 +31,7 @@ from lightning_tricks.checkpoint_remapping import CheckpointError
 from lightning_tricks.lr_schedules import CombinedOptimizer
 from tests.contract.checks import Interrupts
 from tests.moving_average.contract import average_of
-from tests.small import QUIET, EvaluatedNet, Hooks, Net, cases, fit, loader, local_sgd, same
+from tests.small import QUIET, EvaluatedNet, Hooks, Net, cases, fit, loader, local_sgd, same, without_warnings
 from tests.spike_guard.oracle import Rows
 from tests.spike_guard.oracle import loader as loader_of_rows
 
@@ -506,8 +506,7 @@ def test_spike_guard_takes_back_averages(tmp_path):
     def train(left_out, *callbacks):
         data = loader_of_rows(Rows(12, {0, 7}, float("nan"), draws=False), left_out)
         unfreezing = GradualUnfreezing({0: "net.3.*", 1: "net.0.*"}, freeze_norm=False)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with without_warnings():
             trainer = fit(module := made(), EMA(), unfreezing, *callbacks, data=data, max_epochs=2, limit_val_batches=0)
         state = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         return copied(module), state["current_model_state"], state["moving_average"]
@@ -581,8 +580,7 @@ def test_load_weights_takes_the_average_of_a_file_with_weights_alone(evaluate, t
 
 
 def test_load_weights_takes_float32_of_half_precision(tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with without_warnings():
         trainer = fit(made(), EMA(), precision="bf16-true")
     trainer.save_checkpoint(tmp_path / "half.ckpt")
     load_weights(module := made(), tmp_path / "half.ckpt", ema=True)

@@ -7,7 +7,6 @@ import signal
 import struct
 import sys
 import tracemalloc
-import warnings
 from collections import namedtuple
 from contextlib import nullcontext
 from pathlib import Path
@@ -36,7 +35,7 @@ from lightning_tricks import AutoResume, PredictionWriter, SeedEverything
 from lightning_tricks.predictions.core.parts import MergedParts
 from tests.contract.processes import append_output_to, run_and_exit
 from tests.predictions.runs import TWO_RANKS, Numbers, Squares, predict, rows_of, squares
-from tests.small import QUIET, fork
+from tests.small import QUIET, fork, recorded_warnings
 
 FORMATS = ("jsonl", "npz", "pt", "parquet")
 # What Lightning says of loaders that are unusual in a prediction
@@ -423,8 +422,7 @@ def test_a_collate_fn_that_sorts_is_said_once(how, keeps, workers):
     is_said = how == "in its place" or (how == "sorted" and keeps != "nothing")  # else nobody can see it
     module = Squares()
     module.predict_step = lambda batch, batch_idx: batch[0][:, 0]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded_warnings() as caught:
         predict(PredictionWriter("out.jsonl"), module, loader)
     assert sum("collate_fn of loader '0' sorts the samples" in str(one.message) for one in caught) == is_said
     assert type(loader.collate_fn) is Padded

@@ -9,7 +9,6 @@ import os
 import random
 import re
 import signal
-import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from torch.utils.data import TensorDataset
 
 import lightning_tricks
 from tests.auto_resume.training import End
+from tests.small import recorded_warnings
 
 SEED = 7
 BATCHES = 9  # of an epoch
@@ -229,8 +229,7 @@ def train(
     lines: list[str] = []
     for number, stop in enumerate([*stops, None], first):
         begin_process(number)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with recorded_warnings() as caught:
             ended = _end_of(script, Job(folder, added, stop))
         assert ended == {"an error": StoppedError, "SIGTERM": 75, None: None}[stop and stop[0]], f"{stop}: {ended}"
         lines += [str(warning.message) for warning in caught]

@@ -2,7 +2,6 @@
 
 import csv
 import random
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +25,7 @@ from lightning_tricks import (
     ValidateFirst,
 )
 from tests.contract.checks import Interrupts
-from tests.small import BATCHES, QUIET, EvaluatedNet, Hooks, cases, digits, loader, real_fp16, same
+from tests.small import BATCHES, QUIET, EvaluatedNet, Hooks, cases, digits, loader, real_fp16, same, without_warnings
 
 
 class Noisy(Dataset):
@@ -220,8 +219,7 @@ def test_others_take_it_for_a_validation(tmp_path):
         *(ValidateFirst(), monitor, report, HangWatch(dirpath=tmp_path / "hang"), SpikeGuard("rewind", warmup_steps=2)),
         *(RunFingerprint(tmp_path / "prints.jsonl"), ImageLogger(4, shape=(1, 8, 8)), AutoResume(tmp_path / "run")),
     ]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with without_warnings():
         *_, rows, _ = train(callbacks, tmp_path)
     first = next(values(row) for row in rows if row.get("val/acc"))
     assert first["step"] == "0"
@@ -275,8 +273,7 @@ def test_a_finder_trains_without_it():
     class Rated(Scored):
         lr = 0.01
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with without_warnings():
         train([ValidateFirst(), LearningRateFinder(num_training_steps=3), hooks], module=Rated, max_epochs=1)
     assert calls == [0, BATCHES]
 
