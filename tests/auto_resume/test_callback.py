@@ -185,9 +185,8 @@ def test_each_setting_that_shapes_the_training_is_asked_about(tmp_path):
     assert OTHER_SETTINGS.keys() == {*SHAPING_SETTINGS, "precision", "min_epochs", "min_steps"}
     stop(AutoResume(tmp_path))
     for name, value in OTHER_SETTINGS.items():
-        with pytest.raises(
-            MisconfigurationException, match=rf"(?i)settings:\n(.*\n)*?  Trainer\.{name}: .* -> '?{value}"
-        ):
+        words = rf"(?i)settings:\n(.*\n)*?  Trainer\.{name}: .* -> '?{value}"
+        with pytest.raises(MisconfigurationException, match=words):
             fit(AutoResume(tmp_path), **{name: value})
     assert same(weights(fit(AutoResume(tmp_path))), weights(fit()))
 
@@ -579,9 +578,8 @@ def test_a_fit_without_optimizers(tmp_path, returned, automatic):
 
 @pytest.mark.filterwarnings("ignore:.*fit will run with no optimizer")
 def test_steps_that_nobody_counts_are_told(tmp_path):
-    with pytest.warns(
-        UserWarning, match="every_n_train_steps=2 saved nothing in the first epoch, as Lightning counted"
-    ):
+    words = "every_n_train_steps=2 saved nothing in the first epoch, as Lightning counted"
+    with pytest.warns(UserWarning, match=words):
         fit(AutoResume(tmp_path, every_n_train_steps=2), module=lambda: Means(None, False), epochs=3)
 
 

@@ -255,9 +255,8 @@ def test_a_folder_with_the_date_in_its_name(tmp_path):
     kind = [{"monitor": "score", "mode": "max", "save_top_k": 2, "filename": "{epoch}"}]
     (whole,) = script(tmp_path / "whole", kind, guarded=False, dirpath="files-1{}")
     script(tmp_path / "a", kind, at=("step", 15), dirpath="files-1{}")
-    with pytest.warns(
-        UserWarning, match="Give ModelCheckpoint a fixed dirpath to keep all of them in one folder"
-    ) as said:
+    words = "Give ModelCheckpoint a fixed dirpath to keep all of them in one folder"
+    with pytest.warns(UserWarning, match=words) as said:
         (again,) = script(tmp_path / "a", kind, dirpath="files-2{}")
     assert not [
         str(one.message) for one in said if "not restored" in str(one.message) or "has changed" in str(one.message)

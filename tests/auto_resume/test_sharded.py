@@ -183,9 +183,8 @@ def test_another_strategy(tmp_path):
     trainer(AutoResume(tmp_path / "whole"), ranks=0, max_epochs=1).fit(Averaged(), loader(shuffle=True), loader())
 
     def goes_on(rank):
-        with pytest.raises(
-            MisconfigurationException, match="was saved without shards, and ModelParallelStrategy restores shards"
-        ):
+        words = "was saved without shards, and ModelParallelStrategy restores shards"
+        with pytest.raises(MisconfigurationException, match=words):
             trainer(AutoResume(tmp_path / "whole"), ranks=1, max_epochs=2).fit(
                 Averaged(), loader(shuffle=True), loader()
             )

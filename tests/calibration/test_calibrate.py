@@ -392,9 +392,8 @@ def test_what_is_said_of_outputs_has_to_be_so(voting):
     logits, labels = drawn()
     with pytest.raises(ValueError, match=r'outputs="probabilities", but 600 of the 600 rows .* pass outputs="logits"'):
         calibrate(nn.Identity(), loader_of(logits, labels), outputs="probabilities")
-    with pytest.raises(
-        ValueError, match="outputs='logits', but VotingClassifier returns probabilities: leave outputs out"
-    ):
+    words = "outputs='logits', but VotingClassifier returns probabilities: leave outputs out"
+    with pytest.raises(ValueError, match=words):
         calibrate(copy.deepcopy(voting), loader_of(*held_out()), outputs="logits")
     with pytest.raises(ValueError, match="outputs must be one of logits, probabilities, got 'logit'"):
         calibrate(nn.Identity(), loader_of(logits, labels), outputs="logit")
@@ -500,9 +499,8 @@ def test_what_would_be_misunderstood_is_refused(batch, words, error):
 
 
 def test_wrong_arguments_are_refused():
-    with pytest.raises(
-        ValueError, match=r"method must be one of temperature, vector, isotonic.*Did you mean 'temperature'"
-    ):
+    words = r"method must be one of temperature, vector, isotonic.*Did you mean 'temperature'"
+    with pytest.raises(ValueError, match=words):
         calibrate(nn.Identity(), [(LOGITS, LABELS)], "temperatur")
     for call in (lambda: calibrate(max, [(LOGITS, LABELS)]), lambda: CalibratedClassifier(max)):
         with pytest.raises(TypeError, match=r"must be a torch.nn.Module"):

@@ -312,9 +312,8 @@ def test_model_parallel_refuses_foreign_ckpt_paths_in_words():
     def run(rank):
         strategy = ModelParallelStrategy(2, tensor_parallel_size=1)
         fitter = trainer(CheckpointRemapping(), strategy=strategy, devices=2)
-        with pytest.raises(
-            CheckpointError, match=r"raw.pt is not a checkpoint of the Trainer, and ModelParallelStrategy"
-        ):
+        words = r"raw.pt is not a checkpoint of the Trainer, and ModelParallelStrategy"
+        with pytest.raises(CheckpointError, match=words):
             fitter.fit(EvaluatedNet(built_late=True), loader(), loader(), ckpt_path="raw.pt")
         assert "load_checkpoint" not in vars(strategy)
 
@@ -390,9 +389,8 @@ def test_class_paths_are_not_imported():
     Path("evil_module.py").write_text("import pathlib; pathlib.Path('pwned').touch()\nclass Net: pass\n")
     hyper_parameters = {"_instantiator": "lightning.pytorch.cli.instantiate_module", "_class_path": "evil_module.Net"}
     path = saved(Lit(), hyper_parameters=hyper_parameters)
-    with pytest.raises(
-        UnsafeCheckpointError, match=r"asks for 'evil_module.Net', which is not an imported subclass of Lit"
-    ):
+    words = r"asks for 'evil_module.Net', which is not an imported subclass of Lit"
+    with pytest.raises(UnsafeCheckpointError, match=words):
         Lit.load_from_checkpoint(path)
     Lit.load_from_checkpoint(saved(Lit(), hyper_parameters={"_instantiator": "evil_module.Net"}))
     assert not Path("pwned").exists()

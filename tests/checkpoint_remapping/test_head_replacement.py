@@ -31,9 +31,8 @@ class Aliased(LightningModule):
 @pytest.mark.parametrize("name", ["auto", "head", "net.fc"])
 def test_all_names_of_a_head_get_the_new_one(name):
     model = Aliased()
-    with pytest.warns(
-        UserWarning, match=r"classes, 5, stays in 2 places: hparams\.num_classes, accuracy\.num_classes\."
-    ):
+    words = r"classes, 5, stays in 2 places: hparams\.num_classes, accuracy\.num_classes\."
+    with pytest.warns(UserWarning, match=words):
         new = replace_head(model, 3, name)
     assert model(torch.ones(4, 8)).shape == (4, 3)
     assert model.head is model.net["fc"] is new

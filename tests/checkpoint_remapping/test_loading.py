@@ -417,9 +417,8 @@ def test_a_dict_without_weights_or_with_several_is_named():
         load_weights(target, both)
     assert unchanged(target, before)
     assert load_weights(target, both, key="teacher").loaded == 9
-    with pytest.raises(
-        NotACheckpointError, match=r"The dict of weights is a checkpoint without weights: it holds epoch"
-    ):
+    words = r"The dict of weights is a checkpoint without weights: it holds epoch"
+    with pytest.raises(NotACheckpointError, match=words):
         load_weights(target, {"epoch": 3})
     arrays = {name: tensor.numpy() for name, tensor in small().state_dict().items()}
     assert load_weights(target, arrays).loaded == load_weights(target, {"model": arrays}).loaded == 9
@@ -460,9 +459,8 @@ def test_suggestions_name_what_is_missing_and_no_more():
     linear = nn.Sequential(*(nn.Linear(3, 3) for _ in range(12)))
     blocks = nn.ModuleDict({"h": linear, "norm": nn.Sequential(nn.BatchNorm1d(3))})
     file = {name: value for name, value in blocks.state_dict().items() if not name.endswith("bias") or "norm" in name}
-    with pytest.raises(
-        CheckpointError, match=r"12 tensors are missing .*allow_missing=\['h.\*.bias'\] allows"
-    ) as error:
+    words = r"12 tensors are missing .*allow_missing=\['h.\*.bias'\] allows"
+    with pytest.raises(CheckpointError, match=words) as error:
         load_weights(blocks, file | {"norm.0.running_mean": torch.zeros(4)})
     assert "allow_mismatched=['norm.0.running_mean']" in str(error.value)
     file = {name: value for name, value in blocks.state_dict().items() if name != "h.3.bias"}
@@ -474,9 +472,8 @@ def test_suggestions_may_match_the_counters_of_norms():
     two = nn.ModuleDict({"one": small(), "other": small()})
     file = {f"one.{name}": value for name, value in small().state_dict().items()}
     file = {name: value for name, value in file.items() if not name.endswith("num_batches_tracked")}
-    with pytest.raises(
-        CheckpointError, match=r"8 tensors are missing in the file: .*allow_missing=\['other\.\*'\] allows"
-    ):
+    words = r"8 tensors are missing in the file: .*allow_missing=\['other\.\*'\] allows"
+    with pytest.raises(CheckpointError, match=words):
         load_weights(two, file)
     two = nn.ModuleDict({"one": small()})
     more = file | {f"other.{name}": value for name, value in small().state_dict().items()} | {"other.x": torch.ones(2)}
@@ -528,9 +525,8 @@ def test_extra_state_and_what_stays_on_meta():
 def test_a_head_is_not_taken_for_positions():
     """Ten classes are a token and a grid of 3x3, and five are a token and one of 2x2."""
     target = nn.Linear(6, 5, bias=False)
-    with pytest.raises(
-        CheckpointError, match=r"weight \(5x6 in the model, 10x6 in the file\) belongs to a linear layer"
-    ):
+    words = r"weight \(5x6 in the model, 10x6 in the file\) belongs to a linear layer"
+    with pytest.raises(CheckpointError, match=words):
         load_weights(target, {"weight": torch.ones(10, 6)}, interpolate="*")
 
 
@@ -588,9 +584,8 @@ def test_what_cannot_be_saved():
         pytest.raises(ValueError, match=r"0.weight, 0.bias, 1.weight, 1.bias and 5 more are on the"),
     ):
         save_weights(small(), "w.pt")
-    with pytest.raises(
-        ValueError, match=r"a._extra_state is not a tensor \(dict\), and .safetensors holds only tensors: use .pt"
-    ):
+    words = r"a._extra_state is not a tensor \(dict\), and .safetensors holds only tensors: use .pt"
+    with pytest.raises(ValueError, match=words):
         save_weights({"a._extra_state": {}}, "w.safetensors")
     assert not list(Path().iterdir())
 

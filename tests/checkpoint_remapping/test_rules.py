@@ -94,9 +94,8 @@ def test_split_and_fuse_are_inverse():
     assert [tuple(part.shape) for part in unequal.values()] == [(2, 2), (3, 2)]
     with pytest.raises(CheckpointError, match=r"kv \(5x2\) cannot be split into 2 parts"):
         remap_keys({"kv": counted(5, 2)}, [RemapRule("kv", ("k", "v"))])
-    with pytest.raises(
-        CheckpointError, match=r"q cannot become qkv: the other parts of q \+ k \+ v -> qkv are missing"
-    ):
+    words = r"q cannot become qkv: the other parts of q \+ k \+ v -> qkv are missing"
+    with pytest.raises(CheckpointError, match=words):
         remap_keys({"q": counted(2)}, [RemapRule(("q", "k", "v"), "qkv")])
     with pytest.raises(CheckpointError, match=r"cannot be fused"):
         remap_keys({"q": counted(2, 2), "k": counted(2)}, [RemapRule(("q", "k"), "qk")])

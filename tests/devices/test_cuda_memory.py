@@ -463,9 +463,8 @@ class Keeps(Uses):
 
 
 def test_growth_is_warned_of_once(gpu, tmp_path):
-    with pytest.warns(
-        UserWarning, match=r"grew in each of the last 4 epochs, from 2 GiB to 4 GiB\. .*detach"
-    ) as caught:
+    words = r"grew in each of the last 4 epochs, from 2 GiB to 4 GiB\. .*detach"
+    with pytest.warns(UserWarning, match=words) as caught:
         callback = fit_on(gpu, tmp_path, Keeps(gpu, [1] + 7 * [0.5]), epochs=8)
     assert len([one for one in caught if "grew" in str(one.message)]) == 1
     assert callback.report.growth_per_epoch == GIB // 2

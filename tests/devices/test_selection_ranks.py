@@ -285,9 +285,8 @@ LAUNCHES = {
 def test_a_rank_of_a_launcher_is_told_what_to_start_instead(launcher, leader, monkeypatch):
     relic = {VARIABLE: told(UUIDS[3], leader=1 << 22 if leader == "sweep" else None)} if leader else {}
     new_process(monkeypatch, **LAUNCHES[launcher], **relic)
-    with pytest.raises(
-        RankError, match=rf"`lightning-tricks gpus --select 3 -- .*{launcher.split()[-1]} \.\.\.`"
-    ) as error:
+    words = rf"`lightning-tricks gpus --select 3 -- .*{launcher.split()[-1]} \.\.\.`"
+    with pytest.raises(RankError, match=words) as error:
         select_gpus(3, nvml=nvml(4), fallback="cpu")
     assert ("call select_gpus before the Trainer runs" in str(error.value)) == (launcher == "<launcher>")
     assert state.locks == {}

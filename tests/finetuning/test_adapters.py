@@ -241,9 +241,8 @@ def test_a_second_injection_is_refused_and_known_by_its_settings():
     settings = AdapterSettings(4, kind="parallel")
     report = add_adapters(model, settings)
     assert Adapters(4, kind="parallel").adapt(model) == report
-    with pytest.raises(
-        ValueError, match="has adapters already, which a second call would reset: build the model again"
-    ):
+    words = "has adapters already, which a second call would reset: build the model again"
+    with pytest.raises(ValueError, match=words):
         add_adapters(model, settings)
     for other in ({"bottleneck": 5}, {"kind": "pfeiffer", "scale": 4.0}, {"scale": 1.0}, {"exclude": "layers.0"}):
         with pytest.raises(ValueError, match="other layers or of another kind"):
@@ -386,8 +385,7 @@ def test_a_class_that_cannot_be_extended_is_named_before_anything_changes(add):
 def test_quantized_layers_of_blocks_are_not_left_out_silently():
     quantized = torch.ao.nn.quantized.dynamic.Linear
     model = nn.ModuleList([_block(nn.Linear, nn.Linear), _block(quantized, nn.Linear), _block(nn.Linear, quantized)])
-    with pytest.raises(
-        ValueError, match=r"2 layers hold quantized weights, .*: 1\.fc1, 2\.fc2\. Use inject_adapter_in_model"
-    ):
+    words = r"2 layers hold quantized weights, .*: 1\.fc1, 2\.fc2\. Use inject_adapter_in_model"
+    with pytest.raises(ValueError, match=words):
         add_adapters(model)
     assert list(add_adapters(model, AdapterSettings(exclude=["1", "2"])).layers) == ["0.fc2"]

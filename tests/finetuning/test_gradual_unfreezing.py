@@ -467,9 +467,8 @@ def test_ddp_names_the_parameters_without_a_gradient():
     trainer = Trainer(
         max_epochs=1, strategy="ddp_fork", devices=2, callbacks=[GradualUnfreezing({0: ["head.*", "spare.*"]})], **QUIET
     )
-    with pytest.raises(
-        ProcessRaisedException, match=r"on rank \d, 2 trainable .*spare.weight, spare.bias.*find_unused"
-    ):
+    words = r"on rank \d, 2 trainable .*spare.weight, spare.bias.*find_unused"
+    with pytest.raises(ProcessRaisedException, match=words):
         trainer.fit(WithUnused(), loader())
 
 
@@ -573,9 +572,8 @@ def test_refuses_parameters_that_no_optimizer_has():
 
     net = Filters()
     net.stem.requires_grad_(False)
-    with pytest.raises(
-        MisconfigurationException, match=r"4 parameters .* in no optimizer.*stem.0.weight.*without filter"
-    ):
+    words = r"4 parameters .* in no optimizer.*stem.0.weight.*without filter"
+    with pytest.raises(MisconfigurationException, match=words):
         fit(net, GradualUnfreezing(EPOCHS))
     fit(net, GradualUnfreezing({0: "head.*", 1: "block.*"}))
 

@@ -342,9 +342,8 @@ def test_a_parametrization_that_gives_back_another_weight_is_not_merged(wrap, dt
             part.B.add_(1e-3 * _noise(*part.B.shape).to(dtype))  # so small that in bf16 it is hardly seen
     model.train(training)
     state, kinds = copy.deepcopy(model.state_dict()), [type(part) for part in model.modules()]
-    with pytest.raises(
-        ValueError, match=r"1\.weight cannot take the change: its parametrization \(.*Keep the LoRA, or"
-    ):
+    words = r"1\.weight cannot take the change: its parametrization \(.*Keep the LoRA, or"
+    with pytest.raises(ValueError, match=words):
         merge(model)
     assert kinds == [type(part) for part in model.modules()]
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
@@ -376,9 +375,8 @@ def test_a_module_is_found_by_each_of_its_names(argument, name):
     assert model.head.bias.requires_grad == (argument == "modules_to_save")
     if argument == "rank_pattern":
         assert model.head.lora_weight.rank == 1
-    with pytest.raises(
-        ValueError, match=r"exclude: pattern 'hea' matches none of the \d modules\. Did you mean 'head'"
-    ):
+    words = r"exclude: pattern 'hea' matches none of the \d modules\. Did you mean 'head'"
+    with pytest.raises(ValueError, match=words):
         add_lora(_Aliased(), _settings(exclude="hea"))
 
 
@@ -615,9 +613,8 @@ def test_bad_settings(given, error, words):
 
 def test_lazy_layers_are_refused():
     model = nn.Sequential(nn.LazyLinear(8))
-    with pytest.raises(
-        ValueError, match="weight of a LazyLinear has no shape yet: run a batch through the model first"
-    ):
+    words = "weight of a LazyLinear has no shape yet: run a batch through the model first"
+    with pytest.raises(ValueError, match=words):
         add_lora(model, _settings())
 
 

@@ -83,9 +83,8 @@ def test_hooks_that_move_give_no_alarm(tmp_path):
 
 
 def test_a_long_step_leaves_its_stacks_and_a_warning(tmp_path, capsys):
-    with pytest.warns(
-        UserWarning, match=r"the run stood still for [2-9] s and now continues; `lightning-tricks hang .*hang` shows"
-    ):
+    words = r"the run stood still for [2-9] s and now continues; `lightning-tricks hang .*hang` shows"
+    with pytest.warns(UserWarning, match=words):
         fit([HangWatch("1 second", tmp_path / "hang"), Lasts("on_validation_batch_start", 1.6)])
     stacks = (tmp_path / "hang" / "rank0.stacks").read_text(encoding="utf-8")
     assert "in wait\n" in stacks

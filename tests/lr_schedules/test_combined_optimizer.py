@@ -198,9 +198,8 @@ def test_schedules_of_parts_are_those_by_hand():
 
 def test_more_schedules_than_optimizers_are_refused():
     schedule = ScheduleSpec("constant", rest=ScheduleSpec("constant"))
-    with pytest.raises(
-        ValueError, match="describes 2 schedules, and there are only 1 optimizers: give the OptimizerSpec"
-    ):
+    words = "describes 2 schedules, and there are only 1 optimizers: give the OptimizerSpec"
+    with pytest.raises(ValueError, match=words):
         build_schedule(build_optimizer(Small(), OptimizerSpec()), schedule, Trainer(**QUIET))
 
 

@@ -106,9 +106,8 @@ def test_batches_that_fit_are_trained_bit_for_bit_as_without(microbatching):
 
 @pytest.mark.filterwarnings("ignore:Microbatching could not compare")
 def test_a_single_row_that_does_not_fit():
-    with pytest.raises(
-        torch.OutOfMemoryError, match=r"a single row runs out of memory \(OutOfMemoryError: CUDA out of memory. Tried"
-    ):
+    words = r"a single row runs out of memory \(OutOfMemoryError: CUDA out of memory. Tried"
+    with pytest.raises(torch.OutOfMemoryError, match=words):
         fit(Net(Memory(0)), Microbatching())
 
 
@@ -741,7 +740,6 @@ def test_a_batch_that_training_step_fetches_by_itself_is_refused_with_the_remedy
         def training_step(self, dataloader_iter):
             return super().training_step(next(dataloader_iter)[0], 0)
 
-    with pytest.raises(
-        MisconfigurationException, match=r"take the batch as an argument, `training_step\(self, batch\)`"
-    ):
+    words = r"take the batch as an argument, `training_step\(self, batch\)`"
+    with pytest.raises(MisconfigurationException, match=words):
         fit(Fetches(), Microbatching(3))

@@ -71,9 +71,8 @@ def test_only_descriptions_of_methods_are_built(calls):
             for where in ("method", "groups"):
                 described = {"class_path": hidden, "init_args": {}}
                 value = described if where == "method" else {"net.*": described}
-                with pytest.raises(
-                    ValueError, match=r"class_path must be one of lightning_tricks.gradient_clipping.AGC, "
-                ):
+                words = r"class_path must be one of lightning_tricks.gradient_clipping.AGC, "
+                with pytest.raises(ValueError, match=words):
                     Tricks(gradient_clipping={where: value})
     assert calls == []
 

@@ -314,9 +314,8 @@ def test_an_init_that_does_not_reach_the_mixin_is_named():
         def __init__(self):
             LightningModule.__init__(self)
 
-    with pytest.raises(
-        MisconfigurationException, match=r"Skips.__init__ does not call TricksMixin.__init__: add super\(\)"
-    ):
+    words = r"Skips.__init__ does not call TricksMixin.__init__: add super\(\)"
+    with pytest.raises(MisconfigurationException, match=words):
         Skips().configure_callbacks()
 
 
@@ -505,9 +504,8 @@ def test_own_configure_optimizers_wins_and_that_is_logged(place, lightning_log):
 
 
 def test_no_optimizer_anywhere_is_refused():
-    with pytest.raises(
-        MisconfigurationException, match="_Specified does not define configure_optimizers, and its tricks have no"
-    ):
+    words = "_Specified does not define configure_optimizers, and its tricks have no"
+    with pytest.raises(MisconfigurationException, match=words):
         fit(_Specified())
 
 

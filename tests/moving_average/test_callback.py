@@ -622,9 +622,8 @@ def test_load_weights_takes_the_average_of_timm(tmp_path):
 
 def test_load_weights_says_where_there_is_no_average(tmp_path):
     torch.save({"model": nn.Linear(2, 2).state_dict()}, path := tmp_path / "plain.pt")
-    with pytest.raises(
-        CheckpointError, match=r"plain.pt is a checkpoint without an average of its weights, which are at model"
-    ):
+    words = r"plain.pt is a checkpoint without an average of its weights, which are at model"
+    with pytest.raises(CheckpointError, match=words):
         load_weights(nn.Linear(2, 2), path, ema=True)
     fit(made()).save_checkpoint(tmp_path / "bare.ckpt")
     with pytest.raises(CheckpointError, match="without an average of its weights, which are at state_dict: leave out"):
@@ -633,9 +632,8 @@ def test_load_weights_says_where_there_is_no_average(tmp_path):
     with pytest.raises(CheckpointError, match="without an average of its weights, which are at the top: leave"):
         load_weights(nn.Linear(2, 2), path, ema=True)
     for source, options in ((path, {"key": "model"}), (read_checkpoint(path), {})):
-        with pytest.raises(
-            ValueError, match=r"ema=True chooses the weights of a file, and so does (key='model'|a Checkp)"
-        ):
+        words = r"ema=True chooses the weights of a file, and so does (key='model'|a Checkp)"
+        with pytest.raises(ValueError, match=words):
             load_weights(nn.Linear(2, 2), source, ema=True, **options)
 
 
@@ -661,9 +659,8 @@ def test_refusals(words, module, options):
 
 @pytest.mark.skipif(not hasattr(lightning_callbacks, "EMAWeightAveraging"), reason="Lightning 2.6 brings it")
 def test_lightnings_average_beside_it_is_refused():
-    with pytest.raises(
-        MisconfigurationException, match="WeightAveraging would replace the weights as well: remove one"
-    ):
+    words = "WeightAveraging would replace the weights as well: remove one"
+    with pytest.raises(MisconfigurationException, match=words):
         fit(made(), EMA(), lightning_callbacks.EMAWeightAveraging())
 
 

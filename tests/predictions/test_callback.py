@@ -582,17 +582,15 @@ def test_what_belongs_to_another_run_is_refused_in_words():
         predict(resumed, limit_predict_batches=1)
     with pytest.raises(MisconfigurationException, match=r"columns: None before, .'square'. now"):
         predict(PredictionWriter("out.jsonl", resume=True, columns=["square"]))
-    with pytest.raises(
-        MisconfigurationException, match="its columns are prediction, and those of another batch square"
-    ):
+    message = "its columns are prediction, and those of another batch square"
+    with pytest.raises(MisconfigurationException, match=message):
         predict(resumed, Squares(transform=lambda values, numbers: values))
     assert len([*folder.glob("*.part")]) == 1
     content = (folder / "run.json").read_text()
     for damaged in ("", content[:50], "[]", "[" * 100_000, '{"hyperparameters": []}'):
         (folder / "run.json").write_text(damaged)
-        with pytest.raises(
-            MisconfigurationException, match=r"run.json is damaged, .* Give resume=False to start again\."
-        ):
+        message = r"run.json is damaged, .* Give resume=False to start again\."
+        with pytest.raises(MisconfigurationException, match=message):
             predict(resumed)
     (folder / "run.json").write_text(content)
     predict(resumed)

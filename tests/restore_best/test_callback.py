@@ -127,9 +127,8 @@ def test_without_a_validation_the_module_stays(lightning_log, options):
 
 
 def test_a_missing_value_names_those_that_there_are():
-    with pytest.raises(
-        MisconfigurationException, match=r"Log it, or name one of the logged values: loss. Did you mean 'loss'\?"
-    ):
+    words = r"Log it, or name one of the logged values: loss. Did you mean 'loss'\?"
+    with pytest.raises(MisconfigurationException, match=words):
         fit([RestoreBest("los")], EvaluatedNet())
 
 
@@ -301,9 +300,8 @@ def test_a_resumed_run_may_lack_the_value_in_some_validations(tmp_path):
             if self.trainer.current_epoch != 2:
                 super().on_validation_epoch_end()
 
-    with pytest.warns(
-        UserWarning, match="this validation did not log it. Log it, or name one of the logged values: loss"
-    ):
+    words = "this validation did not log it. Log it, or name one of the logged values: loss"
+    with pytest.warns(UserWarning, match=words):
         callback = resumed(tmp_path / "a.ckpt", Gaps((0.0, 0.0, 0.0, 0.1)), "score")
     assert callback.best_epoch == 3
 

@@ -118,9 +118,8 @@ def test_the_same_data_on_both_ranks(tmp_path, capsys, detail):
 
 def test_a_finding_is_a_warning_at_once(tmp_path):
     """Warnings are errors here, and rank zero raises them."""
-    with pytest.raises(
-        Exception, match=r"RunFingerprint: The weights of rank 1 differ .* after step 5 \(epoch 0, batch 5\)"
-    ):
+    words = r"RunFingerprint: The weights of rank 1 differ .* after step 5 \(epoch 0, batch 5\)"
+    with pytest.raises(Exception, match=words):
         run(tmp_path, [at_step(5, drift, rank=1)])
 
 
@@ -410,9 +409,8 @@ def test_two_runs_are_compared_rank_by_rank_and_rates_are_named(tmp_path, capsys
 def test_a_stream_that_each_worker_reads_as_a_whole(tmp_path, limit):
     seed_everything(1, verbose=False)
     callbacks = [RunFingerprint(tmp_path / "run.jsonl"), RunReport(tmp_path / "report")]
-    with pytest.warns(
-        UserWarning, match="In epoch 0, (15|29) different batches came 2 times each, one after the other"
-    ):
+    words = "In epoch 0, (15|29) different batches came 2 times each, one after the other"
+    with pytest.warns(UserWarning, match=words):
         Trainer(callbacks=callbacks, max_epochs=1, limit_train_batches=limit, **QUIET).fit(
             Net(), DataLoader(Stream(120 if limit == 57 else 60), 4, num_workers=2)
         )
