@@ -19,8 +19,6 @@ HANDS_ON = {"arguments": {"signals": ["SIGTERM", "SIGUSR2"]}}
 
 
 class Does(Callback):
-    """Does something after step 5."""
-
     def __init__(self, what):
         self._what = what
 

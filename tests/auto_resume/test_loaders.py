@@ -148,15 +148,11 @@ class OwnCollate:
 
 
 class Plain(Buffered):
-    """Numbers as they come."""
-
     def __iter__(self):
         return iter(torch.arange(self.size) + self.offset)
 
 
 class Drawing(Sampler):
-    """Draws each index when it is asked for it."""
-
     def __init__(self, size):
         self.size = size
 
@@ -453,8 +449,6 @@ def test_workers_of_a_stopped_run_end_once_the_fit_was_left():
 
 
 class Caching(Noisy):
-    """Keeps what it read, and a counter."""
-
     def __init__(self, size):
         super().__init__(size)
         self.cache, self.count = {}, 0

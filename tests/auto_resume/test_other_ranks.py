@@ -62,8 +62,6 @@ OPTIONS: dict[str, Any] = {}  # of this process
 
 
 class Rows(Dataset):
-    """Rows that are their numbers, with noise."""
-
     def __init__(self, count: int) -> None:
         self.count = count
 
@@ -75,8 +73,6 @@ class Rows(Dataset):
 
 
 class Stream(IterableDataset):
-    """The same as a stream."""
-
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
 
@@ -85,8 +81,6 @@ class Stream(IterableDataset):
 
 
 class Backwards(Sampler):
-    """A sampler that somebody wrote."""
-
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
 
@@ -217,7 +211,6 @@ def chain(folder: Path, starts: list[dict[str, Any]], first: int = 0, **shared: 
 
 
 def times(rows: list[list[Any]], epoch: int) -> Counter[int]:
-    """How many times each row was trained on in an epoch."""
     return Counter(index for row in rows if row[0] == epoch for index in row[3])
 
 
@@ -400,8 +393,6 @@ class Replicas(LightningModule):
 
 
 class Leaves(Callback):
-    """Leaves the weights of each rank."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
@@ -411,8 +402,6 @@ class Leaves(Callback):
 
 
 class Dies(Callback):
-    """Dies in one of the steps."""
-
     training_arguments = ()  # it is there once
 
     def __init__(self, step: int) -> None:

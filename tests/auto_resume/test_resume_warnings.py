@@ -174,8 +174,6 @@ def test_a_callback_that_was_added_in_the_fit_is_named_unless_it_is_added_again(
 
 
 class Watches(Callback):
-    """Keeps readings of clocks."""
-
     def on_train_start(self, trainer, pl_module):
         self.start = self.start_of_epoch = time.monotonic()
 

@@ -216,8 +216,6 @@ class _Level(nn.Module):
 
 
 class UNet(nn.Module):
-    """A small UNet with text as a condition."""
-
     def __init__(self, attention: bool = True) -> None:
         super().__init__()
         self.conv_in = nn.Conv2d(4, 32, 3)

@@ -43,7 +43,6 @@ def shared_lists(times: int = 60) -> bytes:
 
 
 def called(name: str, *arguments: bytes) -> bytes:
-    """Return the call of a function by its module and name."""
     module, _, function = name.rpartition(".")
     return f"c{module}\n{function}\n".encode() + b"(" + b"".join(arguments) + b"tR"
 

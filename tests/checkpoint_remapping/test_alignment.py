@@ -331,7 +331,6 @@ def test_a_word_and_a_number_have_no_order(one, other):
 
 
 def _square_block(*names):
-    """Square convolutions and norms of one block."""
     tensors = {"weight": (4,), "bias": (4,), "running_mean": (4,), "running_var": (4,)}
     shapes = {}
     for name in names:

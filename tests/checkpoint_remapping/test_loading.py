@@ -626,8 +626,6 @@ def test_max_output_difference_leaves_modes_and_random_numbers_alone():
 
 
 class Outputs(nn.Module):
-    """Outputs these values."""
-
     def __init__(self, *values):
         super().__init__()
         self.values = [torch.tensor(value) for value in values]

@@ -362,8 +362,6 @@ def test_honest_values_become_placeholders(protocol):
 
 
 class Call:
-    """Pickles as a call of a function."""
-
     def __init__(self, function, *arguments):
         self.function, self.arguments = function, arguments
 

@@ -47,8 +47,6 @@ def misfit(covered: np.ndarray, n: int, m: int, alpha: str) -> tuple[float, floa
 
 
 class Band(nn.Module):
-    """Two of the inputs."""
-
     def forward(self, x):
         return x[:, 0], x[:, 1]
 

@@ -48,8 +48,6 @@ class Net(nn.Module):
 
 
 class Of(nn.Module):
-    """A function as a module."""
-
     def __init__(self, function):
         super().__init__()
         self.function = function

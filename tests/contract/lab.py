@@ -181,7 +181,6 @@ def unscaled(norm: float, trainer: Trainer, optimizer: torch.optim.Optimizer) ->
 
 
 def identical_copies(net: type[Net], **arguments: Any) -> tuple[Net, Net]:
-    """Two nets with the same weights."""
     nets = []
     for _ in range(2):
         with isolated_rng(seed=0):

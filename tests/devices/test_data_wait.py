@@ -254,7 +254,6 @@ def loader(num_workers, persistent_workers=False):
 
 
 def waited(seconds, first=0, idle=None, n_batches=50):
-    """What 100 seconds were waited for."""
     return WaitTotals(seconds=100, waited=seconds, waited_first=first, idle=idle, n_batches=n_batches)
 
 

@@ -56,8 +56,6 @@ class Sized(Stream):
 
 
 class Lying(Stream):
-    """Says that it has three batches more than it has."""
-
     def __len__(self):
         return self.count + 12
 
@@ -109,8 +107,6 @@ class Own(EvaluatedNet):
 
 
 class Writes(Callback):
-    """Writes what a rank did."""
-
     training_arguments = ()
 
     def __init__(self, folder):
@@ -133,7 +129,6 @@ class Writes(Callback):
 
 
 def run(folder, callbacks, module, stage="fit", **trainer):
-    """Run a stage on two ranks; return what each did."""
     torch.manual_seed(0)
     module = module()
     with without_warnings():  # of lengths of iterable data sets, and of no validation

@@ -21,8 +21,6 @@ trainer = partial(Trainer, max_epochs=1, **QUIET)
 
 
 class Line(LightningModule):
-    """Least squares to convergence."""
-
     def __init__(self, inputs=4):
         super().__init__()
         self.linear = nn.Linear(inputs, 1, dtype=torch.float64)

@@ -26,8 +26,6 @@ from tests.small import cases
 
 
 class Squares(Dataset):
-    """Numbers and their squares, one by one."""
-
     def __init__(self, size=23):
         self.size = size
 
@@ -39,8 +37,6 @@ class Squares(Dataset):
 
 
 class Stream(IterableDataset):
-    """Numbers without a length."""
-
     def __iter__(self):
         return iter(torch.arange(5.0))
 
@@ -55,7 +51,6 @@ def _loader(loader, n=3, seed=0, shard=(0, 1)):
 
 
 def _samples_of_members(loader, n=3, epoch=0):
-    """The samples of each member in its order."""
     loader.sampler.set_epoch(epoch)
     parts = [[] for _ in range(n)]
     for x, y in loader:

@@ -406,8 +406,6 @@ class PerRank(MLP):
 
 
 class Save(Callback):
-    """Writes what each rank has at the end."""
-
     def __init__(self, folder):
         self.folder = folder
 

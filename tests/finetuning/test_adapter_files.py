@@ -36,8 +36,6 @@ class Attention(nn.Module):
 
 
 class Tied(nn.Module):
-    """Two layers with one weight."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, 8)

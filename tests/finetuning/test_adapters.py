@@ -47,8 +47,6 @@ def llama():
 
 
 def _called_with(build, inputs):
-    """A model of `models.py`, and what runs it."""
-
     def make():
         return build(), lambda model: output(model, inputs)
 
@@ -136,7 +134,6 @@ def test_padded_evaluation_equals_training(target):
 
 
 def _reference(x, adapter):
-    """An adapter in words."""
     thin = x @ adapter.down_weight.T + adapter.down_bias
     thin = {"relu": F.relu, "gelu": F.gelu}[adapter.nonlinearity](thin)
     return adapter.scale * (thin @ adapter.up_weight.T + adapter.up_bias)

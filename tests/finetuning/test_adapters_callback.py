@@ -26,8 +26,6 @@ METHODS = {
 
 
 class Classifier(LightningModule):
-    """A transformer on rows of digits."""
-
     def __init__(self):
         super().__init__()
         with isolated_rng(seed=0):

@@ -206,8 +206,6 @@ def _unfreezing(unit):
 
 
 class EndsAfter(Callback):
-    """Ends the fit after some epochs."""
-
     def __init__(self, epochs):
         self.epochs = epochs
 

@@ -23,8 +23,6 @@ from tests.small import QUIET, EvaluatedNet, Hooks, Net, fit, fork, loader
 
 
 class Built(EvaluatedNet):
-    """Makes its layers where it is told to."""
-
     def __init__(self, where):
         self.where = where
         super().__init__(built_late=True)

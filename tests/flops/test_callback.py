@@ -28,8 +28,6 @@ def fit(callbacks, module=None, **arguments):
 
 
 class Forwards(Net):
-    """A net with a `forward`."""
-
     def forward(self, x):
         return self.net(x)
 
@@ -196,8 +194,6 @@ def test_nothing_is_left_after_an_exception():
 
 
 class TestUtilization:
-    """`flops/mfu`."""
-
     @pytest.fixture
     def clock(self, monkeypatch):
         """Time that passes in training and validation batches alone: two seconds in each."""

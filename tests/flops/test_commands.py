@@ -20,8 +20,6 @@ class Small(nn.Sequential):
 
 
 class Two(nn.Module):
-    """Takes two inputs."""
-
     example_input_array = (torch.zeros(2, 3), torch.zeros(3, 2))
 
     def forward(self, left, right):

@@ -25,8 +25,6 @@ _MEAN = torch.ones(8)
 
 
 class Calls(nn.Module):
-    """A module that calls a function."""
-
     def __init__(self, function):
         super().__init__()
         self.function = function
@@ -405,8 +403,6 @@ def test_an_exception_that_the_model_handles():
 
 
 class TestInputs:
-    """What `inputs` can be."""
-
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
@@ -470,8 +466,6 @@ def test_bad_arguments():
 
 
 class TestCustomOps:
-    """Rules that the user gives."""
-
     def test_by_operator(self):
         with torch.library._scoped_library("tricks_test", "FRAGMENT") as library:
             library.define("twice(Tensor x) -> Tensor")

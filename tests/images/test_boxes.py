@@ -148,8 +148,6 @@ def of_image(number):
 
 
 class Detects(Net):
-    """Detects one object in each image."""
-
     as_list = False
 
     def step(self, batch, batch_idx):

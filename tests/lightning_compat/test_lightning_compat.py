@@ -417,8 +417,6 @@ def test_value_in_a_checkpoint(tmp_path):
 
 
 class _Observer(fit_observer.FitObserver):
-    """Writes down what it is told, and with what."""
-
     def __init__(self):
         self.calls, self.given = [], {}
         for name in (

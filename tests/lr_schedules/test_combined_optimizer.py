@@ -51,8 +51,6 @@ SPEC = OptimizerSpec(KIND, lr=0.02, only=ONLY, rest=OptimizerSpec(lr=3e-3))
 
 
 class Block(nn.Module):
-    """Attention, and a perceptron."""
-
     def __init__(self):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(16), nn.LayerNorm(16)
@@ -669,8 +667,6 @@ model:
 
 
 class Sharded(Small):
-    """`Small`, each of whose blocks is sharded."""
-
     def configure_model(self):
         if self.device_mesh is not None:
             from torch.distributed.fsdp import fully_shard

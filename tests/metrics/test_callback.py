@@ -213,8 +213,6 @@ def test_two_loaders_of_which_one_rank_sees_one_only(tmp_path):
 
 
 def warnings_of_ranks(folder, module, loader, **arguments):
-    """What MetricsMonitor warns of on each of two ranks."""
-
     class Hear(Callback):
         def on_validation_start(self, trainer, pl_module):
             self.catcher = warnings.catch_warnings(record=True)
@@ -286,7 +284,6 @@ class _KeepsResults(_Keeper):
 
 
 def results_of(folder, metric, make, world, **arguments):
-    """What each rank has of a metric of 9 rows."""
     ranks = {"strategy": "ddp_fork", "devices": world} if world > 1 else {}
     monitor = MetricsMonitor({"m": metric})
     trainer(monitor, _KeepsResults(folder), **ranks, **arguments).validate(

@@ -51,7 +51,6 @@ def _masks(boxes, size=200):
 
 
 def coco(preds, target, kind="bbox"):
-    """The values of pycocotools itself."""
     import numpy as np
     from pycocotools import mask as rle
     from pycocotools.coco import COCO

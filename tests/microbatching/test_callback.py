@@ -338,8 +338,6 @@ class SameLoss(Plain):
 
 
 class Teaching(Plain):
-    """A teacher that follows with each step."""
-
     def __init__(self):
         super().__init__()
         self.teacher = deepcopy(self.net).requires_grad_(False)

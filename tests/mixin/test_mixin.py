@@ -457,8 +457,6 @@ def test_seeding_through_the_mixin_needs_no_note(lightning_log):
 
 
 class _Specified(TricksMixin, LightningModule):
-    """Has no optimizer of its own."""
-
     def __init__(self, tricks: Tricks | None = None):
         super().__init__(tricks=tricks)
         self.save_hyperparameters()

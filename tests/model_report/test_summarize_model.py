@@ -110,8 +110,6 @@ def test_layers_and_graph():
 @pytest.mark.parametrize("training", [True, False])
 def test_layers_are_those_of_the_mode_that_the_model_is_in(training):
     class Auxiliary(nn.Module):
-        """Has a second head while it is trained."""
-
         def __init__(self):
             super().__init__()
             self.head, self.second = nn.Linear(8, 2), nn.Linear(8, 5)
@@ -224,8 +222,6 @@ def test_without_the_extra(package, what, monkeypatch):
 
 
 class TestFiles:
-    """Files that `write` makes."""
-
     def test_all_but_pictures(self, tmp_path, monkeypatch, lightning_log):
         monkeypatch.setattr(shutil, "which", lambda program: None)
         model, optimizer = trained(8, 4)

@@ -27,7 +27,6 @@ MIDDLE = "in the middle of an epoch"
 
 @pytest.fixture
 def machines(tmp_path):
-    """Folders, one a machine."""
     return [tmp_path / name for name in ("first", "second", "third")]
 
 

@@ -348,8 +348,6 @@ class Stream(IterableDataset):
 
 
 class Batches:
-    """No DataLoader at all."""
-
     def __iter__(self):
         yield torch.full((3, 2), 9.0), torch.tensor([3, 1, 2])
 

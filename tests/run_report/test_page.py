@@ -235,7 +235,6 @@ def test_monitors_with_prefixes_have_parts_of_their_own(tmp_path):
 
 
 def cells(page, heading):
-    """The texts of the cells below a heading."""
     part = page.partition(f"<h2>{heading}")[2].partition("<h2>")[0]
     return [re.sub("<.*?>", "", cell) for cell in re.findall(r"<(?:td|dd)[^>]*>(.*?)</(?:td|dd)>", part)]
 

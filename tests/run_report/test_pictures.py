@@ -24,7 +24,6 @@ def with_class(picture, name, tag="*"):
 
 
 def texts(picture, anchor):
-    """The texts with their places."""
     found = (one for one in picture.iter("text") if one.get("text-anchor") == anchor)
     return [(one.text, float(one.get("x")), float(one.get("y"))) for one in found]
 

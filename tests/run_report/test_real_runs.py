@@ -27,7 +27,6 @@ CONSTANT = "The learning rate was 0.01 in all steps: a schedule"
 
 
 def fit(module, *callbacks, **options):
-    """Train without validation."""
     seed_everything(0, verbose=False)
     Trainer(**{"max_epochs": 4, "log_every_n_steps": 1, **QUIET, **options}, callbacks=list(callbacks)).fit(
         module, loader()
@@ -105,8 +104,6 @@ def test_facts_are_those_of_the_run(tmp_path):
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """Rows without a length."""
-
     def __iter__(self):
         yield from (digits()[place] for place in range(40))
 

@@ -193,7 +193,6 @@ _JSON = {
 
 
 def _keys(value, place=""):
-    """Yield (place, key) of each key, at whatever depth."""
     if isinstance(value, list):
         for part in value:
             yield from _keys(part, place)

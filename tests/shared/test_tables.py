@@ -74,7 +74,6 @@ def flops(peer: bool = False) -> FlopsCount:
 
 
 def parameters() -> ModelReportSummary:
-    """Return the report of a model that is not there."""
     rows = [
         ParameterRow(name, shape, "bfloat16", "embeddings" not in name, -4.06e-05 * index, 0.0199, 0.000123 * index)
         for index, (name, shape) in enumerate(NAMES.items())

@@ -57,7 +57,6 @@ class Style:
     resumed: tuple[str, ...] = ()
 
     def expected(self) -> list[str]:
-        """The warnings that are owed."""
         return [*self.says, *([] if self.metrics else [UNMEASURED])]
 
     def added(self, folder: Path) -> dict[str, dict[str, Any]]:
@@ -66,8 +65,6 @@ class Style:
 
 
 def style(**about: Any) -> Callable[[Callable[[Job], None]], Callable[[Job], None]]:
-    """Enter a script in the table."""
-
     def enter(script: Callable[[Job], None]) -> Callable[[Job], None]:
         if script.__name__ in STYLES:
             raise ValueError(f"two styles are called {script.__name__}.")
@@ -261,7 +258,6 @@ def logged(folder: Path) -> dict[tuple[int, str], list[str]]:
 
 
 def differences(run: Run, bare: Run) -> list[str]:
-    """In what a run differs from the bare one; it may have logged more."""
     found = [name for name in bare.end if name != "metrics" and bare.end[name] != run.end[name]]
     metrics = bare.end["metrics"]
     found += [f"metric {name}" for name in metrics if metrics[name] != run.end["metrics"].get(name)]

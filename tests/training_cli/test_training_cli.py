@@ -81,8 +81,6 @@ def command(monkeypatch, tmp_path):
 
 @pytest.fixture
 def config(command, capsys):
-    """What the command makes of arguments."""
-
     def read(*arguments):
         assert command(*arguments, "--print_config=") == 0
         return yaml.safe_load(capsys.readouterr().out)

@@ -204,8 +204,6 @@ def test_what_compares_validations_does_not_count_it(tmp_path):
 
 
 class Worse(Scored):
-    """Gets worse with each step."""
-
     def evaluate(self, batch, batch_idx):
         self.log("loss", self.trainer.global_step + torch.zeros(()))
         return {"preds": self.net(batch[0]), "target": batch[1]}
