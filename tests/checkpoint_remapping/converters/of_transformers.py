@@ -254,344 +254,145 @@ def _llava() -> nn.Module:
     return transformers.LlavaForConditionalGeneration(transformers.LlavaConfig(*parts))
 
 
+def _convnext(name: str, model: str, folder: str) -> Converter:
+    def prefix(name: str) -> str:
+        return "" if name.startswith("classifier") else f"{folder}."
+
+    built = _model(f"{model}ForImageClassification", **_STAGES)
+    return _names(name, built, f"{folder}.{folder}_to_pytorch", "rename_key", (), _CONVNEXT, "", prefix=prefix)
+
+
+def _masked(name: str, script: str) -> Converter:
+    first = ((rf"^{name.lower()}\.", ""), _TRANSFORMER_NAMES)
+    model = _model(f"{name}ForMaskedLM", vocab_size=99, **_SMALL)
+    return _names(name, model, f"{name.lower()}.{script}", "rename_key", first=first)
+
+
 CONVERTERS = [
     _table("ViT of timm", _model("ViTForImageClassification", **_VIT), "vit.vit_timm_to_pytorch", _read_qkv),
-    _table(
-        "ViT of DINO",
-        lambda: transformers.ViTModel(transformers.ViTConfig(**_VIT), add_pooling_layer=False),
-        "vit.dino_to_pytorch",
-        _read_qkv_of_base,
-        _as_base,
-    ),
+    _table("ViT of DINO", lambda: transformers.ViTModel(transformers.ViTConfig(**_VIT), add_pooling_layer=False),
+        "vit.dino_to_pytorch", _read_qkv_of_base, _as_base),
     _table("ViT MSN", _model("ViTMSNModel", **_VIT), "vit_msn.msn_to_pytorch", _read_qkv_of_base, _as_base),
-    _table(
-        "DeiT", _model("DeiTForImageClassificationWithTeacher", "DeiT", **_VIT), "deit.deit_timm_to_pytorch", _read_qkv
-    ),
+    _table("DeiT", _model("DeiTForImageClassificationWithTeacher", "DeiT", **_VIT), "deit.deit_timm_to_pytorch",
+        _read_qkv),
     _table("DINOv2", _model("Dinov2Model", **_DINO), "dinov2.dinov2_to_hf", _read_qkv),
-    _table(
-        "BEiT",
+    _table("BEiT",
         _model("BeitForImageClassification", use_relative_position_bias=True, use_mean_pooling=True, **_VIT),
-        "beit.beit_unilm_to_pytorch",
-        _read_qkv,
-    ),
-    _table(
-        "DiT",
+        "beit.beit_unilm_to_pytorch", _read_qkv),
+    _table("DiT",
         _model("BeitForImageClassification", use_absolute_position_embeddings=True, use_mean_pooling=True, **_VIT),
-        "dit.dit_unilm_to_pytorch",
-        _read_qkv,
-    ),
-    _table(
-        "data2vec of images",
-        _model("Data2VecVisionForImageClassification", use_relative_position_bias=True, use_mean_pooling=True, **_VIT),
-        "data2vec.data2vec_vision_original_pytorch_checkpoint_to_pytorch",
+        "dit.dit_unilm_to_pytorch", _read_qkv),
+    _table("data2vec of images",
+        _model("Data2VecVisionForImageClassification", use_relative_position_bias=True, use_mean_pooling=True,
+            **_VIT), "data2vec.data2vec_vision_original_pytorch_checkpoint_to_pytorch",
         lambda script, state, config: script.read_in_q_k_v(state, config, hf_prefix="data2vec_vision."),
-        lambda script, config: script.create_rename_keys(config, hf_prefix="data2vec_vision."),
-    ),
-    _table(
-        "PVT", _model("PvtForImageClassification", **{**_SEGFORMER, "image_size": 64}), "pvt.pvt_to_pytorch", _read_kv
-    ),
+        lambda script, config: script.create_rename_keys(config, hf_prefix="data2vec_vision.")),
+    _table("PVT", _model("PvtForImageClassification", **{**_SEGFORMER, "image_size": 64}), "pvt.pvt_to_pytorch",
+        _read_kv),
     _table("PVT v2", _model("PvtV2ForImageClassification", **_SEGFORMER), "pvt_v2.pvt_v2_to_pytorch", _read_kv),
-    _table(
-        "Hiera",
-        _model(
-            "HieraForImageClassification",
-            image_size=[64, 64],
-            embed_dim=24,
-            depths=[1, 2, 3, 1],
-            num_heads=[1, 2, 4, 8],
-        ),
-        "hiera.hiera_to_hf",
-        keys=lambda script, config: script.create_rename_keys(config, False, False),
-    ),
-    _table(
-        "ViLT",
-        _model("ViltForQuestionAnswering", vocab_size=99, max_position_embeddings=20, **_VIT),
-        "vilt.vilt_original_to_pytorch",
-        _read_qkv,
-        lambda script, config: script.create_rename_keys(config, vqa_model=True),
-    ),
+    _table("Hiera",
+        _model("HieraForImageClassification", image_size=[64, 64], embed_dim=24, depths=[1, 2, 3, 1],
+            num_heads=[1, 2, 4, 8]), "hiera.hiera_to_hf",
+        keys=lambda script, config: script.create_rename_keys(config, False, False)),
+    _table("ViLT", _model("ViltForQuestionAnswering", vocab_size=99, max_position_embeddings=20, **_VIT),
+        "vilt.vilt_original_to_pytorch", _read_qkv,
+        lambda script, config: script.create_rename_keys(config, vqa_model=True)),
     _table("Depth Anything", _depth_anything, "depth_anything.depth_anything_to_hf", _read_qkv),
-    _table(
-        "SegGPT",
-        _model(
-            "SegGptForImageSegmentation",
-            image_size=(32, 16),
-            patch_size=8,
-            hidden_size=48,
-            num_hidden_layers=4,
-            num_attention_heads=3,
-            merge_index=0,
-            intermediate_hidden_state_indices=[1, 2, 3],
-            pretrain_image_size=16,
-        ),
-        "seggpt.seggpt_to_hf",
-    ),
-    _table(
-        "DETR without timm",
-        _detr,
-        "detr.detr_to_pytorch",
+    _table("SegGPT",
+        _model("SegGptForImageSegmentation", image_size=(32, 16), patch_size=8, hidden_size=48, num_hidden_layers=4,
+            num_attention_heads=3, merge_index=0, intermediate_hidden_state_indices=[1, 2, 3],
+            pretrain_image_size=16), "seggpt.seggpt_to_hf"),
+    _table("DETR without timm", _detr, "detr.detr_to_pytorch",
         lambda script, state, config: script.read_in_q_k_v(state),
-        prefix=lambda name: "" if name.startswith(("class_labels", "bbox_pred")) else "model.",
-    ),
-    *(
-        _names(
-            name,
-            _model(model, **_STAGES),
-            f"{folder}.{folder}_to_pytorch",
-            "rename_key",
-            first=_CONVNEXT,
-            mapping="",
-            prefix=lambda name, folder=folder: "" if name.startswith("classifier") else f"{folder}.",
-        )
-        for name, model, folder in (
-            ("ConvNeXt", "ConvNextForImageClassification", "convnext"),
-            ("ConvNeXt V2", "ConvNextV2ForImageClassification", "convnextv2"),
-        )
-    ),
-    _names(
-        "BiT",
-        _model("BitForImageClassification", embedding_size=16, num_groups=2, **_STAGES),
-        "bit.bit_to_pytorch",
-        "rename_key",
-        first=((r"^bit\.encoder\.", ""), (r"^bit\.norm", "norm")),
-    ),
-    *(
-        _names(
-            name,
-            _model(f"{name}ForMaskedLM", vocab_size=99, **_SMALL),
-            f"{name.lower()}.{script}",
-            "rename_key",
-            first=((rf"^{name.lower()}\.", ""), _TRANSFORMER_NAMES),
-        )
-        for name, script in (
-            ("Mra", "mra_pytorch_to_pytorch"),
-            ("Yoso", "yoso_pytorch_to_pytorch"),
-            ("Nystromformer", "nystromformer_original_pytorch_checkpoint_to_pytorch"),
-        )
-    ),
-    _names(
-        "Swin of timm",
-        _model("SwinForImageClassification", **_SWIN),
-        "swin.swin_timm_to_pytorch",
-        fused=[(f"{_SWIN_FUSED[0]}(weight|bias)", rf"{_SWIN_FUSED[1]}\4")],
-        first=_SWIN_FIRST,
-    ),
-    _names(
-        "Swin v2 of timm",
-        _model("Swinv2ForImageClassification", **_SWIN),
-        "swinv2.swinv2_timm_to_pytorch",
+        prefix=lambda name: "" if name.startswith(("class_labels", "bbox_pred")) else "model."),
+    _convnext("ConvNeXt", "ConvNext", "convnext"),
+    _convnext("ConvNeXt V2", "ConvNextV2", "convnextv2"),
+    _names("BiT", _model("BitForImageClassification", embedding_size=16, num_groups=2, **_STAGES),
+        "bit.bit_to_pytorch", "rename_key", first=((r"^bit\.encoder\.", ""), (r"^bit\.norm", "norm"))),
+    _masked("Mra", "mra_pytorch_to_pytorch"),
+    _masked("Yoso", "yoso_pytorch_to_pytorch"),
+    _masked("Nystromformer", "nystromformer_original_pytorch_checkpoint_to_pytorch"),
+    _names("Swin of timm", _model("SwinForImageClassification", **_SWIN), "swin.swin_timm_to_pytorch",
+        fused=[(f"{_SWIN_FUSED[0]}(weight|bias)", rf"{_SWIN_FUSED[1]}\4")], first=_SWIN_FIRST),
+    _names("Swin v2 of timm", _model("Swinv2ForImageClassification", **_SWIN), "swinv2.swinv2_timm_to_pytorch",
         fused=[(f"{_SWIN_FUSED[0]}(weight)", rf"{_SWIN_FUSED[1]}\4")],
-        first=(
-            *_SWIN_FIRST,
-            (r"attention\.self\.query\.bias", "attn.q_bias"),
-            (r"attention\.self\.value\.bias", "attn.v_bias"),
-        ),
-    ),
-    _names(
-        "YOLOS",
-        _model(
-            "YolosForObjectDetection",
-            **{**_VIT, "image_size": [32, 32]},
-            num_detection_tokens=5,
-            use_mid_position_embeddings=False,
-        ),
-        "yolos.yolos_to_pytorch",
+        first=(*_SWIN_FIRST, (r"attention\.self\.query\.bias", "attn.q_bias"),
+            (r"attention\.self\.value\.bias", "attn.v_bias"))),
+    _names("YOLOS",
+        _model("YolosForObjectDetection", **{**_VIT, "image_size": [32, 32]}, num_detection_tokens=5,
+            use_mid_position_embeddings=False), "yolos.yolos_to_pytorch",
         fused=[
-            (rf"vit\.encoder\.layer\.(\d+)\.attention\.attention\.{_PART}\.(\w+)", r"backbone.blocks.\1.attn.qkv.\3")
-        ],
-    ),
-    _names(
-        "AST",
-        _model("ASTForAudioClassification", num_mel_bins=32, max_length=64, **_SMALL),
+            (rf"vit\.encoder\.layer\.(\d+)\.attention\.attention\.{_PART}\.(\w+)",
+                r"backbone.blocks.\1.attn.qkv.\3")]),
+    _names("AST", _model("ASTForAudioClassification", num_mel_bins=32, max_length=64, **_SMALL),
         "audio_spectrogram_transformer.audio_spectrogram_transformer_original_to_pytorch",
         fused=[
-            (
-                rf"audio_spectrogram_transformer\.encoder\.layer\.(\d+)\.attention\.attention\.{_PART}\.(\w+)",
-                r"module.v.blocks.\1.attn.qkv.\3",
-            )
-        ],
-    ),
-    _names(
-        "VideoMAE",
-        _model("VideoMAEForPreTraining", num_frames=4, **_VIT, **_DECODER),
+            (rf"audio_spectrogram_transformer\.encoder\.layer\.(\d+)\.attention\.attention\.{_PART}\.(\w+)",
+                r"module.v.blocks.\1.attn.qkv.\3")]),
+    _names("VideoMAE", _model("VideoMAEForPreTraining", num_frames=4, **_VIT, **_DECODER),
         "videomae.videomae_to_pytorch",
         fused=[
-            (
-                rf"videomae\.encoder\.layer\.(\d+)\.attention\.attention\.{_PART}\.(\w+)",
-                r"encoder.blocks.\1.attn.qkv.\3",
-            ),
-            (
-                rf"decoder\.decoder_layers\.(\d+)\.attention\.attention\.{_PART}\.(\w+)",
-                r"decoder.blocks.\1.attn.qkv.\3",
-            ),
-        ],
-        first=_VIDEO_MAE,
-    ),
-    _names(
-        "GroupViT",
-        _model("GroupViTModel", **_GROUP_VIT),
-        "groupvit.groupvit_nvlab_to_hf",
+            (rf"videomae\.encoder\.layer\.(\d+)\.attention\.attention\.{_PART}\.(\w+)",
+                r"encoder.blocks.\1.attn.qkv.\3"),
+            (rf"decoder\.decoder_layers\.(\d+)\.attention\.attention\.{_PART}\.(\w+)",
+                r"decoder.blocks.\1.attn.qkv.\3")], first=_VIDEO_MAE),
+    _names("GroupViT", _model("GroupViTModel", **_GROUP_VIT), "groupvit.groupvit_nvlab_to_hf",
         fused=[
-            (
-                rf"vision_model\.encoder\.stages\.(\d+)\.layers\.(\d+)\.self_attn\.{_PART}\.(\w+)",
-                r"img_encoder.layers.\1.blocks.\2.attn.qkv.\4",
-            ),
-            (
-                rf"text_model\.encoder\.layers\.(\d+)\.self_attn\.{_PART}\.(\w+)",
-                r"text_encoder.transformer.resblocks.\1.attn.in_proj_\3",
-            ),
-        ],
-        more=[("self_attn.proj", "self_attn.out_proj")],
-    ),
-    _names(
-        "RWKV",
-        _model("RwkvForCausalLM", vocab_size=99, hidden_size=48, num_hidden_layers=3),
-        "rwkv.rwkv_checkpoint_to_hf",
-        first=((r"^rwkv\.", ""), (r"\.attention\.", ".att."), ("feed_forward", "ffn")),
-        mapping="convert_state_dict",
-    ),
-    _names(
-        "MobileViT",
-        _model(
-            "MobileViTForImageClassification", hidden_sizes=[24, 32, 40], neck_hidden_sizes=[8, 16, 16, 24, 32, 40, 48]
-        ),
-        "mobilevit.mlcvnets_to_pytorch",
+            (rf"vision_model\.encoder\.stages\.(\d+)\.layers\.(\d+)\.self_attn\.{_PART}\.(\w+)",
+                r"img_encoder.layers.\1.blocks.\2.attn.qkv.\4"),
+            (rf"text_model\.encoder\.layers\.(\d+)\.self_attn\.{_PART}\.(\w+)",
+                r"text_encoder.transformer.resblocks.\1.attn.in_proj_\3")],
+        more=[("self_attn.proj", "self_attn.out_proj")]),
+    _names("RWKV", _model("RwkvForCausalLM", vocab_size=99, hidden_size=48, num_hidden_layers=3),
+        "rwkv.rwkv_checkpoint_to_hf", first=((r"^rwkv\.", ""), (r"\.attention\.", ".att."), ("feed_forward", "ffn")),
+        mapping="convert_state_dict"),
+    _names("MobileViT",
+        _model("MobileViTForImageClassification", hidden_sizes=[24, 32, 40],
+            neck_hidden_sizes=[8, 16, 16, 24, 32, 40, 48]), "mobilevit.mlcvnets_to_pytorch",
         fused=[
-            (
-                rf"mobilevit\.encoder\.layer\.{i}\.transformer\.layer\.(\d+)\.attention\.attention\.{_PART}\.(\w+)",
-                rf"layer_{i + 1}.1.global_rep.\1.pre_norm_mha.1.qkv_proj.\3",
-            )
-            for i in range(2, 5)
-        ],
-        first=_MOBILEVIT,
-    ),
-    _names(
-        "MobileViT v2",
-        _model("MobileViTV2ForImageClassification", width_multiplier=0.25, image_size=64),
-        "mobilevitv2.mlcvnets_to_pytorch",
-        "create_rename_keys",
-        mapping="create_rename_keys",
-    ),
-    _names(
-        "SwiftFormer",
-        _model(
-            "SwiftFormerForImageClassification",
-            "SwiftFormer",
-            depths=[2] * 4,
-            embed_dims=[16, 24, 32, 48],
-            image_size=32,
-        ),
-        "swiftformer.swiftformer_original_to_hf",
-        "create_rename_keys",
-        first=((r"^swiftformer\.encoder\.network\.(\d+)\.blocks\.", r"network.\1."), (r"^swiftformer\.encoder\.", "")),
-        mapping="create_rename_keys",
-    ),
-    _names(
-        "SAM",
-        _model("SamModel", **_SAM),
-        "sam.sam_to_hf",
-        "replace_keys",
-        mapping="KEYS_TO_MODIFY_MAPPING",
+            (rf"mobilevit\.encoder\.layer\.{i}\.transformer\.layer\.(\d+)\.attention\.attention\.{_PART}\.(\w+)",
+                rf"layer_{i + 1}.1.global_rep.\1.pre_norm_mha.1.qkv_proj.\3")
+            for i in range(2, 5)], first=_MOBILEVIT),
+    _names("MobileViT v2", _model("MobileViTV2ForImageClassification", width_multiplier=0.25, image_size=64),
+        "mobilevitv2.mlcvnets_to_pytorch", "create_rename_keys", mapping="create_rename_keys"),
+    _names("SwiftFormer",
+        _model("SwiftFormerForImageClassification", "SwiftFormer", depths=[2] * 4, embed_dims=[16, 24, 32, 48],
+            image_size=32), "swiftformer.swiftformer_original_to_hf", "create_rename_keys",
+        first=((r"^swiftformer\.encoder\.network\.(\d+)\.blocks\.", r"network.\1."),
+            (r"^swiftformer\.encoder\.", "")), mapping="create_rename_keys"),
+    _names("SAM", _model("SamModel", **_SAM), "sam.sam_to_hf", "replace_keys", mapping="KEYS_TO_MODIFY_MAPPING",
         taken="prompt_encoder.pe_layer.positional_encoding_gaussian_matrix",
-        more=[("layers.0", "proj_in"), ("layers.1", "layers.0"), ("layers.2", "proj_out")],
-    ),
-    _names(
-        "Whisper",
-        _model(
-            "WhisperModel",
-            num_mel_bins=16,
-            max_source_positions=32,
-            max_target_positions=24,
-            pad_token_id=0,
-            **_TWO_SIDES,
-        ),
-        "whisper.openai_to_hf",
-        "rename_keys",
-        first=(
-            (r"^encoder\.layer_norm", "encoder.ln_post"),
-            (r"fc1", "mlp.0"),
-            (r"fc2", "mlp.2"),
-            ("embed_tokens", "token_embedding"),
-        ),
-        mapping="WHISPER_MAPPING",
-    ),
-    _names(
-        "GLM",
-        _model(
-            "GlmForCausalLM",
-            vocab_size=99,
-            num_key_value_heads=1,
-            head_dim=16,
-            pad_token_id=0,
-            **{**_SMALL, "intermediate_size": 96},
-        ),
-        "glm.glm_weights_to_hf",
+        more=[("layers.0", "proj_in"), ("layers.1", "layers.0"), ("layers.2", "proj_out")]),
+    _names("Whisper",
+        _model("WhisperModel", num_mel_bins=16, max_source_positions=32, max_target_positions=24, pad_token_id=0,
+            **_TWO_SIDES), "whisper.openai_to_hf", "rename_keys",
+        first=((r"^encoder\.layer_norm", "encoder.ln_post"), (r"fc1", "mlp.0"), (r"fc2", "mlp.2"),
+            ("embed_tokens", "token_embedding")), mapping="WHISPER_MAPPING"),
+    _names("GLM",
+        _model("GlmForCausalLM", vocab_size=99, num_key_value_heads=1, head_dim=16, pad_token_id=0,
+            **{**_SMALL, "intermediate_size": 96}), "glm.glm_weights_to_hf",
         fused=[
-            (
-                rf"model\.layers\.(\d+)\.self_attn\.{_PART}\.(\w+)",
-                r"transformer.encoder.layers.\1.self_attention.query_key_value.\3",
-            )
-        ],
-        first=_GLM,
-        mapping="",
-    ),
-    _names(
-        "NLLB with experts",
+            (rf"model\.layers\.(\d+)\.self_attn\.{_PART}\.(\w+)",
+                r"transformer.encoder.layers.\1.self_attention.query_key_value.\3")], first=_GLM, mapping=""),
+    _names("NLLB with experts",
         _model("NllbMoeModel", num_experts=4, encoder_sparse_step=2, decoder_sparse_step=2, **_TWO_SIDES),
-        "nllb_moe.nllb_moe_sharded_original_checkpoint_to_pytorch",
-        "rename_fairseq_keys",
-        mapping="rename_fairseq_keys",
-    ),
-    _names(
-        "Blenderbot",
-        _model("BlenderbotModel", max_position_embeddings=32, **_TWO_SIDES),
-        "blenderbot.blenderbot_original_pytorch_checkpoint_to_pytorch",
-        "rename_state_dict_key",
-        mapping="PATTERNS",
-    ),
-    _names(
-        "LLaVA",
-        _llava,
-        "llava.llava_weights_to_hf",
-        "convert_state_dict_to_hf",
-        first=_LLAVA,
-        mapping="KEYS_TO_MODIFY_MAPPING",
-    ),
-    _names(
-        "FastSpeech 2",
-        _model(
-            "FastSpeech2ConformerModel",
-            hidden_size=48,
-            vocab_size=20,
-            encoder_layers=2,
-            decoder_layers=2,
-            encoder_num_attention_heads=2,
-            decoder_num_attention_heads=2,
-            encoder_linear_units=96,
-            decoder_linear_units=96,
-            duration_predictor_channels=32,
-            energy_predictor_channels=32,
-            pitch_predictor_channels=32,
-            speech_decoder_postnet_units=32,
-        ),
+        "nllb_moe.nllb_moe_sharded_original_checkpoint_to_pytorch", "rename_fairseq_keys",
+        mapping="rename_fairseq_keys"),
+    _names("Blenderbot", _model("BlenderbotModel", max_position_embeddings=32, **_TWO_SIDES),
+        "blenderbot.blenderbot_original_pytorch_checkpoint_to_pytorch", "rename_state_dict_key", mapping="PATTERNS"),
+    _names("LLaVA", _llava, "llava.llava_weights_to_hf", "convert_state_dict_to_hf", first=_LLAVA,
+        mapping="KEYS_TO_MODIFY_MAPPING"),
+    _names("FastSpeech 2",
+        _model("FastSpeech2ConformerModel", hidden_size=48, vocab_size=20, encoder_layers=2, decoder_layers=2,
+            encoder_num_attention_heads=2, decoder_num_attention_heads=2, encoder_linear_units=96,
+            decoder_linear_units=96, duration_predictor_channels=32, energy_predictor_channels=32,
+            pitch_predictor_channels=32, speech_decoder_postnet_units=32),
         "fastspeech2_conformer.fastspeech2_conformer_original_pytorch_checkpoint_to_pytorch",
-        "convert_espnet_state_dict_to_hf",
-        first=((r"^", "tts.generator.text2mel."),),
+        "convert_espnet_state_dict_to_hf", first=((r"^", "tts.generator.text2mel."),),
         mapping="convert_espnet_state_dict_to_hf",
-        more=[(".0.", ".conv."), (".1.", ".batch_norm."), (".2.", ".layer_norm."), ("embed.0.", "embed.conv.")],
-    ),
-    _segformer(
-        "SegFormer",
-        _model("SegformerForImageClassification", **_SEGFORMER),
-        "segformer.segformer_original_to_pytorch",
-        "segformer",
-        "",
-    ),
-    _segformer(
-        "GLPN",
-        _model("GLPNForDepthEstimation", decoder_hidden_size=16, **_SEGFORMER),
-        "glpn.glpn_to_pytorch",
-        "glpn",
-        "module.encoder.",
-    ),
-]
+        more=[(".0.", ".conv."), (".1.", ".batch_norm."), (".2.", ".layer_norm."), ("embed.0.", "embed.conv.")]),
+    _segformer("SegFormer", _model("SegformerForImageClassification", **_SEGFORMER),
+        "segformer.segformer_original_to_pytorch", "segformer", ""),
+    _segformer("GLPN", _model("GLPNForDepthEstimation", decoder_hidden_size=16, **_SEGFORMER), "glpn.glpn_to_pytorch",
+        "glpn", "module.encoder."),
+]  # fmt: skip
