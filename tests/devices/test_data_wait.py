@@ -262,27 +262,27 @@ _SHORT = WaitTotals(seconds=1, waited=0.4, n_batches=800)  # measured: a worker 
 
 @cases(
     "wait, loader, cores, share, remedy",
-        (waited(43, first=40), loader(0), 1, 43, "try num_workers=1, now 0."),
-        (
-            _SHORT, loader(0), 8, 40,
-            "loading a batch takes only 0.5 ms, which worker processes would not make faster; use larger batches, or "
-            "index each batch at once out of tensors in memory.",
-        ),
-        (waited(80), loader(0), 2, 80,
-         "try num_workers=2, now 0 (4 would keep up, on 2 cores: make loading cheaper, too)."),
-        (
-            waited(50), loader(4), 4, 50,
-            "4 workers on 4 cores are not enough, so make loading cheaper: decoded, smaller or cached data, fewer "
-            "augmentations.",
-        ),
-        (
-            waited(50, first=40), loader(4), 16, 50,
-            "most of it was at the start of epochs, when the workers start again; try persistent_workers=True.",
-        ),
-        (waited(50, first=10), loader(4), 16, 50, "try num_workers=8, now 4."),
-        (waited(50, first=40), loader(4, True), 16, 50, "try num_workers=8, now 4."),
-        (waited(10, n_batches=10), None, 16, 10, "load in worker processes, or make loading cheaper."),
-        (waited(60, idle=50), loader(0), 8, 50, "try num_workers=2, now 0."),
+    (waited(43, first=40), loader(0), 1, 43, "try num_workers=1, now 0."),
+    (
+        _SHORT, loader(0), 8, 40,
+        "loading a batch takes only 0.5 ms, which worker processes would not make faster; use larger batches, or "
+        "index each batch at once out of tensors in memory.",
+    ),
+    (waited(80), loader(0), 2, 80,
+     "try num_workers=2, now 0 (4 would keep up, on 2 cores: make loading cheaper, too)."),
+    (
+        waited(50), loader(4), 4, 50,
+        "4 workers on 4 cores are not enough, so make loading cheaper: decoded, smaller or cached data, fewer "
+        "augmentations.",
+    ),
+    (
+        waited(50, first=40), loader(4), 16, 50,
+        "most of it was at the start of epochs, when the workers start again; try persistent_workers=True.",
+    ),
+    (waited(50, first=10), loader(4), 16, 50, "try num_workers=8, now 4."),
+    (waited(50, first=40), loader(4, True), 16, 50, "try num_workers=8, now 4."),
+    (waited(10, n_batches=10), None, 16, 10, "load in worker processes, or make loading cheaper."),
+    (waited(60, idle=50), loader(0), 8, 50, "try num_workers=2, now 0."),
 )  # fmt: skip
 def test_the_bottleneck_in_words(wait, loader, cores, share, remedy):
     words = f"Waited for data {share} % of the time: the loader is the bottleneck; {remedy}"

@@ -68,15 +68,6 @@ def test_it_is_evaluated_as_it_was_trained(method):
     assert not torch.allclose(changed, trained, atol=1e-3)
 
 
-@pytest.mark.parametrize(("method", "other"), [("houlsby", Adapters(5)), ("prefix", PrefixTuning(4))])
-def test_what_a_module_has_is_not_added_again(method, other):
-    report, names = METHODS[method]().adapt(module := Classifier()), list(module.state_dict())
-    _trainer(callback := METHODS[method]()).validate(module, loader(), verbose=False)
-    assert (callback.report, list(module.state_dict())) == (report, names)
-    with pytest.raises(MisconfigurationException, match="already, in other"):
-        _trainer(other).validate(module, loader(), verbose=False)
-
-
 @pytest.mark.parametrize("others", ["before", "after"])
 def test_with_lora_and_prefixes_in_one_trainer(others):
     module = Classifier()
