@@ -562,11 +562,7 @@ def test_bad_input_of_classifiers_is_refused(arguments, error, message):
     "arguments, error, message",
     ({"score": "normalized"}, ValueError, "score must be one of absolute, normalised, quantile, .*'normalised'"),
     ({"groups": "class-conditional"}, TypeError, "groups must be a function of the inputs of a batch"),
-    (
-        {"loader": [(X, X)]},
-        ValueError,
-        r"module must return one number for each row, .* got \(30, 3\): use a separate",
-    ),
+    ({"loader": [(X, X)]}, ValueError, r"module must return one number for each row, .* got \(30, 3\): use a separate"),
     ({"loader": [(X[:, 0], X)]}, ValueError, r"targets must be one number for each row, .* got \(30, 3\)"),
     ({"loader": [(X[:, 0], X[:7, 0])]}, ValueError, "the module returns 30 values for 7 targets"),
     ({"loader": [(X[:1, 0], X[:, 0])]}, ValueError, "the module returns 1 values for 30 targets"),

@@ -194,13 +194,7 @@ def test_a_wrong_variable_is_an_error_in_spite_of_the_fallback(value, monkeypatc
 # CUDA's variables
 
 
-@cases(
-    "value, expected, uuid",
-    ("2,0", [0], 2),
-    ("0,2", [1], 2),
-    ("GPU-00000001,GPU-00000000", [1], 0),
-    (" 2", [0], 2),
-)
+@cases("value, expected, uuid", ("2,0", [0], 2), ("0,2", [1], 2), ("GPU-00000001,GPU-00000000", [1], 0), (" 2", [0], 2))
 def test_indices_are_those_among_the_visible_gpus(value, expected, uuid, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
     gpus = [FakeGpu(memory_used="1GiB"), FakeGpu(memory_used="2GiB"), FakeGpu()]

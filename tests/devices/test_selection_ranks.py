@@ -277,10 +277,7 @@ LAUNCHES = {
 
 
 @cases(  # "parent": elastic_launch in a script that has selected
-    "launcher, leader",
-    *((launcher, "") for launcher in LAUNCHES),
-    ("<launcher>", "sweep"),
-    ("torchrun", "parent"),
+    "launcher, leader", *((launcher, "") for launcher in LAUNCHES), ("<launcher>", "sweep"), ("torchrun", "parent")
 )
 def test_a_rank_of_a_launcher_is_told_what_to_start_instead(launcher, leader, monkeypatch):
     relic = {VARIABLE: told(UUIDS[3], leader=1 << 22 if leader == "sweep" else None)} if leader else {}

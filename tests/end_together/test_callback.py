@@ -303,14 +303,7 @@ def stopped_and_resumed(folder, make, callbacks, at, **options):
 
 
 @pytest.mark.parametrize("together_first", [True, False])
-@cases(
-    "kind, at, workers",
-    ("stream", 4, 0),
-    ("stream", 7, 2),
-    ("stored", 4, 0),
-    ("stream", 9, 0),
-    ("sized", 13, 0),
-)
+@cases("kind, at, workers", ("stream", 4, 0), ("stream", 7, 2), ("stored", 4, 0), ("stream", 9, 0), ("sized", 13, 0))
 @pytest.mark.sampled(4)
 def test_it_resumes_in_the_middle_of_an_epoch(tmp_path, kind, at, workers, together_first):
     """Also at its last batch, and in the second one; the ranks go on with the same rows."""

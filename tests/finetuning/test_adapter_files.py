@@ -340,14 +340,8 @@ def edit(folder, change):
 
 @cases(
     "change, message",
-    (
-        lambda tensors: tensors.pop("base_model.model.0.lora_A.weight"),
-        "one of the matrices A and B is missing: 0.w",
-    ),
-    (
-        lambda tensors: tensors.pop("base_model.model.2.bias"),
-        "1 tensors of modules_to_save='2' are missing: 2.bias",
-    ),
+    (lambda tensors: tensors.pop("base_model.model.0.lora_A.weight"), "one of the matrices A and B is missing: 0.w"),
+    (lambda tensors: tensors.pop("base_model.model.2.bias"), "1 tensors of modules_to_save='2' are missing: 2.bias"),
     (lambda tensors: tensors.update(x=torch.ones(1)), "'x' does not begin with"),
     (
         lambda tensors: tensors.update({"base_model.model.0.lora_B.weight": torch.ones(3)}),

@@ -520,11 +520,7 @@ def test_reentrant_checkpointing_behind_frozen_layers_is_named(trick):
     ({"schedule": {0: ["re:("]}}, ValueError, r"schedule\[0\]: pattern 're:\(' is not a regular expression"),
     ({"schedule": {0: "*"}, "unit": "batch"}, ValueError, "unit must be one of epoch, step"),
     ({"schedule": {0: "*"}, "freeze_norm": 1}, TypeError, "freeze_norm must be True or False"),
-    (
-        {"schedule": {0: "*"}, "lr_multipliers": {"*": 0}},
-        ValueError,
-        r"lr_multipliers\['\*'\] must be a finite .*> 0",
-    ),
+    ({"schedule": {0: "*"}, "lr_multipliers": {"*": 0}}, ValueError, r"lr_multipliers\['\*'\] must be a finite .*> 0"),
     ({"schedule": {0: "*"}, "lr_multipliers": {"*": float("nan")}}, ValueError, "got nan"),
     ({"schedule": {0: "*"}, "lr_multipliers": {"*": float("inf")}}, ValueError, "got inf"),
     ({"schedule": {0: "*"}, "lr_multipliers": {"*": "2"}}, TypeError, r"got '2' \(str\)"),

@@ -493,10 +493,7 @@ def test_precision_of_the_base_under_autocast():
     ({"exclude": "stem"}, "exclude: pattern 'stem' matches none"),
     ({"modules_to_save": "classifier"}, "modules_to_save: pattern 'classifier' matches none"),
     ({"rank_pattern": {"key": 3}}, "rank_pattern: pattern 'key' matches none"),
-    (
-        {"rank": 9},
-        r"rank=9 exceeds the largest possible rank of 0\.weight, 8 \(shape \(8, 8\)\): give a smaller rank",
-    ),
+    ({"rank": 9}, r"rank=9 exceeds the largest possible rank of 0\.weight, 8 \(shape \(8, 8\)\): give a smaller rank"),
     ({"rank_pattern": {"0": 64}}, "rank=64 exceeds"),
     ({"exclude": ["0", "2*"]}, "none of the 1 modules is a linear layer"),
 )

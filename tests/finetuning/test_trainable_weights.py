@@ -150,16 +150,10 @@ def _rename(model):
 
 @cases(
     "change, words",
-    (
-        _flip,
-        r"Of 7 tensors that this checkpoint left out, 1 is of other values \(backbone.0.weight\). Build the mod",
-    ),
+    (_flip, r"Of 7 tensors that this checkpoint left out, 1 is of other values \(backbone.0.weight\). Build the mod"),
     (_reshape, r"1 is of another shape \(backbone.2.weight: 4x6 in the model, 5x6 before\)\. Build the model"),
     (_convert, r"1 is of another dtype \(backbone.0.bias: bfloat16 in the model, float32 before\)\."),
-    (
-        _count_in_halves,
-        r"1 is of another dtype \(backbone.1.num_batches_tracked: float32 in the model, int64 before",
-    ),
+    (_count_in_halves, r"1 is of another dtype \(backbone.1.num_batches_tracked: float32 in the model, int64 before"),
     (_rename, r"4 are missing from the model \(backbone.1.weight, .*\)\. Build the model with the same pretrained"),
     (lambda model: model.to("meta"), r"7 are of other values"),
 )

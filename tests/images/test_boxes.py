@@ -258,10 +258,7 @@ def test_several_ranks_show_the_worst_of_all(tmp_path):
 
 @cases(
     "changed, words",
-    (
-        {"preds": [{}] * 4},
-        "preds of val is a list: return a tensor, or dicts with boxes and labels, or give output",
-    ),
+    ({"preds": [{}] * 4}, "preds of val is a list: return a tensor, or dicts with boxes and labels, or give output"),
     ({"target": [{"boxes": torch.zeros(1, 4)}] * 4}, "preds of val is a list"),
     ({"preds": torch.zeros(4)}, "target of val is a list"),
     (

@@ -139,11 +139,7 @@ def test_no_batches_are_no_steps():
     "schedule, arguments, words",
     ({"warmup": "500 steps"}, {}, "warmup='500 steps' are longer than the schedule: 500 > 30 steps"),
     ({"warmup": "5 epochs"}, {"max_epochs": 1}, "warmup='5 epochs' are longer than the schedule: 50 > 10 steps"),
-    (
-        {"kind": "wsd", "warmup": 0.5, "decay": "9 steps"},
-        {"max_steps": 4},
-        "longer than the schedule: 11 > 4 steps",
-    ),
+    ({"kind": "wsd", "warmup": 0.5, "decay": "9 steps"}, {"max_steps": 4}, "longer than the schedule: 11 > 4 steps"),
     ({"kind": "step", "step_size": 0.1}, {"limit_train_batches": 1}, "step_size=0.1 is less than one step of 3"),
     ids=str,
 )

@@ -166,8 +166,7 @@ HEALTHY: dict[str, RunRecord] = {
     "accumulation over an epoch": usual(setup={"trainer": {"accumulate_grad_batches": 20}}, step=20),
     "accumulation with a tail": usual(setup={"trainer": {"accumulate_grad_batches": 16}}, step=40),
     "monitors": usual(
-        monitors=[("ModelCheckpoint", "val/loss", True, 0), ("ReduceLROnPlateau", "val/acc", True, 20)],
-        setup=STEPPED,
+        monitors=[("ModelCheckpoint", "val/loss", True, 0), ("ReduceLROnPlateau", "val/acc", True, 20)], setup=STEPPED
     ),
     "monitor of a value for callbacks alone": usual(monitors=[("EarlyStopping", "hidden", True, 0)]),
     "monitor of steps, of which few are logged": replace(

@@ -226,11 +226,7 @@ class Grouped(EvaluatedNet):
     ([["1", "0.0"]], ["0.0", "0.1"], ["lr of group 0 of optimizer 0", "lr of group 1 of optimizer 0"]),
     ([["no_decay", 3]], ["no_decay", "0.1"], ["lr of group 'no_decay'", "lr of group 1 of optimizer 0"]),
     ([[None], [None]], ["0", "1"], ["lr of optimizer 0", "lr of optimizer 1"]),
-    (
-        [["a", None], ["a"]],
-        ["a", "0.1", "1"],
-        ["lr of group 'a'", "lr of group 1 of optimizer 0", "lr of optimizer 1"],
-    ),
+    ([["a", None], ["a"]], ["a", "0.1", "1"], ["lr of group 'a'", "lr of group 1 of optimizer 0", "lr of optimizer 1"]),
     ([["d"], ["g"]], ["d", "g"], ["lr of group 'd'", "lr of group 'g'"]),
     ([["only"]], None, ["learning rate"]),
 )

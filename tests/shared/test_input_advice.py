@@ -43,16 +43,8 @@ class Noise(nn.Module):
     (CONV, IMAGES.shape, r"(2, 3, 8, 8) is a shape, "),
     (CONV, {"input_size": (1, 3, 8, 8)}, r"is a shape, .* such as torch.zeros(1, 3, 224, 224)."),
     (CONV, 224, r"is a shape, "),
-    (
-        CONV,
-        np.zeros((1, 3, 8, 8)),
-        r"a numpy array is not a tensor. Give torch.as_tensor(array, dtype=torch.float32).",
-    ),
-    (
-        CONV,
-        DataLoader(DATA),
-        r"a DataLoader is not a batch. Give a batch, next(iter(loader)), or the part of it that",
-    ),
+    (CONV, np.zeros((1, 3, 8, 8)), r"a numpy array is not a tensor. Give torch.as_tensor(array, dtype=torch.float32)."),
+    (CONV, DataLoader(DATA), r"a DataLoader is not a batch. Give a batch, next(iter(loader)), or the part of it that"),
     (CONV, DATA, r"a TensorDataset is not a batch. Give a batch, next(iter(DataLoader(dataset))), or the part"),
     (CONV, [IMAGES, torch.zeros(2)], r"Sequential.forward does not take this list of 2, .* such as batch[0]."),
     (CONV, {"image": IMAGES}, r"Sequential.forward does not take this dict of 1, .* such as batch['image']."),
