@@ -27,7 +27,7 @@ _ALLOWED = {  # file and a part of the expression -> whose text it is, or why it
     ("devices/core/gpu_table.py", "bus_id"): "of NVML",
     ("finetuning/core/lora_layers.py", "__name__.lower()"): "names of classes of others",
     ("finetuning/core/trainable_weights.py", "NOTE"): "the name of an entry of a checkpoint",
-    ("hang_watch/core/comparison.py", 'File "'): "of Python's faulthandler",
+    ("hang_watch/functional.py", 'File "'): "of Python's faulthandler",
     ("metrics/callback.py", "key.lower()"): "keys that modules log",
     ("run_report/core/comparison_page.py", "name.lower()"): "keys that modules log",
     ("run_report/core/curves.py", ".lower()"): "keys that modules log",
