@@ -261,7 +261,7 @@ class DatasetHolders(Part):
         slots = self._owners.walk().slots
         for dataset, known in zip(self._datasets(), saved.rank.get("data_held_by", ()), strict=False):
             others = [slot for path, slot in slots.items() if slot.value is dataset and path not in known]
-            replacement = copy.copy(dataset) if others else dataset
+            replacement = copy.deepcopy(dataset) if others else dataset
             for slot in others:
                 set_attribute(slot.owner, slot.name, replacement)
 

@@ -57,6 +57,7 @@ from lightning_tricks.auto_resume.core.attributes.value_kinds import (
     is_mutable,
     kind_named,
     kind_of,
+    kind_of_type,
     num_bytes,
     replace_contents,
 )
@@ -91,7 +92,7 @@ class Hole:
 
 def is_held_object(kind: type) -> bool:
     """Whether objects of a type are their attributes: nothing of them is written in C, and nobody else restores them."""
-    return has_only_attributes(kind) and not is_subclass(kind, nn.Module, *HANDLES)
+    return kind_of_type(kind) is None and has_only_attributes(kind) and not is_subclass(kind, nn.Module, *HANDLES)
 
 
 def has_identity(kind: type) -> bool:
@@ -181,8 +182,8 @@ class Encoder:
         if found.is_keyed:
             pairs = zip(labelled(items, self.references), list(found.entries(value)), strict=True)
             items = [
-                [self._key(key, by_id, f"{path}.{name}.{KEY}"), self.encode(part, f"{path}.{name}")]
-                for name, (key, part) in pairs
+                [self._key(key, by_id, f"{path}.{KEY} {number}"), self.encode(part, f"{path}.{name}")]
+                for number, (name, (key, part)) in enumerate(pairs)
             ]
         elif by_id or not _are_scalars(items):  # else in one piece: there may be a hundred thousand
             names = map(str, range(len(items))) if found.has_order else labelled(items, self.references)
@@ -412,7 +413,7 @@ class Decoder:
         has_places = present is not MISSING and is_subclass(type(present), base) and found.has_order
         here = dict(found.entries(present)) if has_places else {}
         if found.is_keyed:
-            keys = [self.decode(key) for key, _ in items]
+            keys = [self.decode(key, path=f"{path}.{KEY} {number}") for number, (key, _) in enumerate(items)]
             labels = labelled(keys, self._names)
             parts = [(key, part, to) for key, (_, part), to in zip(keys, items, labels, strict=True)]
             items = [(key, self.decode(part, here.get(key, MISSING), f"{path}.{to}")) for key, part, to in parts]
