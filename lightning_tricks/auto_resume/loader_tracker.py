@@ -24,6 +24,7 @@ from lightning_tricks._lightning_compat.loaders import (
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.text import list_names
 from lightning_tricks._torch_compat.loaders import num_yielded, persistent_iterator
+from lightning_tricks.auto_resume.attribute_parts import say_unwatched
 from lightning_tricks.auto_resume.core.data.loader_objects import ObjectBaselines, has_persistent_workers
 from lightning_tricks.auto_resume.core.data.tracked_loader import (
     MOVED_KEY,
@@ -207,6 +208,7 @@ class LoaderTracker(Part):
 
     def _warn_unsaved(self, loader: TrackedDataLoader) -> None:
         """Name what a resumed run will lack of a loader, each thing once."""
+        say_unwatched(loader.objects.unwatched, self._warnings)
         if new := loader.objects.new_unsaved():
             listed = list_names([f"{path} ({kind})" for path, kind in new.items()], _MAX_LISTED)
             rank_zero_warn(

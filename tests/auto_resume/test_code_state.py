@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk, nothing_skipped
+from lightning_tricks.auto_resume.core.attributes.encoding import nothing_skipped
+from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
 from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker
 from tests.auto_resume.test_attributes import Holder, resumed
@@ -153,7 +154,7 @@ def test_a_variable_that_becomes_a_function_is_reported():
     held = Holder(step=step)
     tracker = AttributeTracker({"it": held})
     step()
-    assert tracker.changes()["lost"] == {"it.step.count.cell_contents": "function"}
+    assert tracker.changes()["lost"].keys() == {"it.step.count"}
 
 
 def test_functions_of_packages_are_not_walked_and_models_only_with_the_model():
@@ -163,12 +164,12 @@ def test_functions_of_packages_are_not_walked_and_models_only_with_the_model():
         return net(torch.nn.functional.relu(x))
 
     data = ObjectWalk.from_roots({"data": Holder(policy=policy)}, nothing_skipped, with_code=True)
-    assert not any(value is net for value in data.owners.values())
     assert not any("torch" in path for path in data.owners)
     model = nn.Sequential()
     model.policy = policy
-    walk = ObjectWalk.from_roots({"module": model}, nothing_skipped, with_code=True)
-    assert any(value is net for value in walk.owners.values())
+    tracker = AttributeTracker({"module": model})
+    net.weight.data += 1
+    assert list(tracker.changes()["values"]) == ["module.policy"]
 
 
 @dataclasses.dataclass

@@ -17,16 +17,13 @@ from torch.utils.data import DataLoader
 
 from lightning_tricks.auto_resume.core.attributes.attribute_access import attributes, is_subclass
 from lightning_tricks.auto_resume.core.attributes.digests import ValueDigest
-from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk, SkippedNames, nothing_skipped
+from lightning_tricks.auto_resume.core.attributes.encoding import Encoder, SkippedNames, nothing_skipped
+from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
 from lightning_tricks.auto_resume.core.attributes.tracking import AttributeChanges, AttributeTracker, all_values
 from lightning_tricks.auto_resume.core.attributes.value_kinds import num_bytes
 from lightning_tricks.auto_resume.core.data.rng_state import GlobalDraws
 
-# packages whose objects are handles to data, which a fresh process opens again
-_DATA_HANDLE_PACKAGES = frozenset(
-    {"h5py", "lmdb", "zarr", "PIL", "pandas", "pyarrow", "polars", "cv2", "fsspec", "s3fs", "boto3", "sqlalchemy"}
-)
 _MAX_REMEMBERED_BYTES = 2**20  # of one attribute
 DATA_PARTS = ("dataset", "collate_fn")
 
@@ -62,6 +59,7 @@ class LoaderObjects:
     Attributes:
         fingerprint: Digests of the dataset's attributes: path -> digest.
         failed: Path -> why a change could not be restored when that was last tried.
+        unwatched: Path -> type of what cannot be pickled, whose changes nobody sees.
     """
 
     def __init__(self, loader: DataLoader[Any], baselines: ObjectBaselines) -> None:
@@ -72,6 +70,7 @@ class LoaderObjects:
         _, self.fingerprint = found["dataset"]
         self.failed = dict[str, str]()
         self._unsaved, self._reported = dict[str, str](), set[str]()
+        self.unwatched = dict[str, str]()
         self._values: dict[str, AttributeChanges] = {}  # of attributes, once they are remembered
         self._large_names = set[str]()  # of those that are too large for that
 
@@ -126,6 +125,7 @@ class LoaderObjects:
         }
         for changes in found.values() if report_unsaved else ():
             self._unsaved |= changes["lost"]
+            self.unwatched |= changes["unwatched"]
         return {name: changes for name, changes in found.items() if changes["values"] or changes["lost"]}
 
     def restore_changes(self, saved: Mapping[str, Any], names: Collection[str] = ()) -> None:
@@ -137,7 +137,7 @@ class LoaderObjects:
                 skipped = _skip_other_parts(objects, objects[name])
                 failed = restore_changes({name: objects[name]}, changes, skipped=skipped)
                 others = {path: why for path, why in self.failed.items() if path not in changes["values"]}
-                self.failed = others | failed | _without_handles(changes["lost"])
+                self.failed = others | failed | changes["lost"]
                 self._reported.update(map(_top, self.failed))  # where the run resumes
 
     def add_unsaved(self, unsaved: Mapping[str, str]) -> None:
@@ -150,7 +150,7 @@ class LoaderObjects:
         Returns:
             Path -> type or reason.
         """
-        new = {path: kind for path, kind in _without_handles(self._unsaved).items() if _top(path) not in self._reported}
+        new = {path: kind for path, kind in self._unsaved.items() if _top(path) not in self._reported}
         self._reported.update(map(_top, new))
         return new
 
@@ -170,7 +170,7 @@ def fingerprints(roots: Mapping[str, Any], *, skipped: SkippedNames = nothing_sk
     walk = ObjectWalk.from_roots(roots, skipped)
     found = defaultdict[str, list[int]](list)
     for path, slot in walk.slots.items():
-        found[_top(path)].append(int(walk.digest(slot.value, same_process=False)))
+        found[_top(path)].append(int(ValueDigest.of(slot.value, Encoder(walk.references), same_process=False)))
     return {path: int(value_digest(digests), 16) for path, digests in found.items()}
 
 
@@ -326,11 +326,6 @@ def is_large(value: Any, max_bytes: int) -> bool:
 def _top(path: str) -> str:
     """Return the path of the attribute in which something lies."""
     return ".".join(path.split(".")[:2])
-
-
-def _without_handles(lost: Mapping[str, str]) -> dict[str, str]:
-    """Leave out what reads the data: the first sample opens it again."""
-    return {path: kind for path, kind in lost.items() if kind.partition(".")[0] not in _DATA_HANDLE_PACKAGES}
 
 
 def changed_values(changes: Mapping[str, Any]) -> dict[str, Any]:
