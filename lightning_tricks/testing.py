@@ -91,7 +91,7 @@ def assert_resumable(make: Callable[[Path], Any], *, stops: int = 3, ignore: Seq
         whole, resumed, run = (Path(folder, name) for name in ("whole", "resumed", "run"))
         _run(make, run, _Recorder(whole, ignore))
         shutil.rmtree(run)  # the other run has the same paths
-        for number, (name, places) in enumerate([*_plan([*_rows(whole, 0)][:-1], stops), ("", [])], 1):
+        for number, (name, places) in enumerate([*_plan(whole, stops), ("", [])], 1):
             try:
                 _run(make, run, _Recorder(resumed, ignore, name, places))
             except Exception as error:
@@ -102,11 +102,11 @@ def assert_resumable(make: Callable[[Path], Any], *, stops: int = 3, ignore: Seq
         return _compare(whole, resumed)
 
 
-def _plan(places: Sequence[str], stops: int) -> list[tuple[str, Sequence[str]]]:
+def _plan(whole: Path, stops: int) -> list[tuple[str, Sequence[str]]]:
     """Return signals, each with the place at which it is sent and all later ones; one for a kill is in validation."""
-    training = [index for index, place in enumerate(places) if "validation" not in place]
-    validation = [index for index, place in enumerate(places) if "validation" in place] or training
-    plan = {}
+    places, plan, of_validation = [*_rows(whole, 0)][:-1], {}, {*_notes(whole, "validation")}
+    training = [index for index, place in enumerate(places) if place not in of_validation]
+    validation = [index for index, place in enumerate(places) if place in of_validation] or training
     for number in range(1, stops + 1 if training else 1):
         is_kill = number % 2 == 0
         those = validation if is_kill else training
@@ -171,6 +171,7 @@ class _Recorder(TrickCallback):
     def resumed(self, trainer: Any, not_restored: Sequence[str]) -> None:
         """Note a resume."""
         if trainer.is_global_zero:
+            _note(self.into, "resumes", trainer.global_step)
             _note(self.into, "history", f"resumed at step {trainer.global_step}")
 
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
@@ -182,9 +183,10 @@ class _Recorder(TrickCallback):
     ) -> None:
         """Look at the moment before a batch."""
         if not trainer.sanity_checking:
-            self._look(trainer, f", validation batch {batch_idx} of loader {dataloader_idx}")
+            place = self._look(trainer, f", validation batch {batch_idx} of loader {dataloader_idx}")
+            _note(self.into, "validation", place)
 
-    def _look(self, trainer: Any, more: str) -> None:
+    def _look(self, trainer: Any, more: str) -> str:
         place = f"epoch {trainer.current_epoch}, batch {trainer.fit_loop.batch_idx}{more}"
         rates = [group.get("lr") for optimizer in trainer.optimizers for group in optimizer.param_groups]
         self._note_row(trainer, place, {"learning_rates": rates})
@@ -193,6 +195,7 @@ class _Recorder(TrickCallback):
             _note(self.into, "history", f"was stopped by {self.name} in {place}")
             self.places = ()
             os.kill(os.getpid() if self.name == "SIGTERM" else 0, getattr(signal, self.name))  # 0: the process group
+        return place
 
     def _note_row(self, trainer: Any, place: str, values: dict[str, Any]) -> None:
         metrics = trainer.callback_metrics.items()
@@ -239,7 +242,7 @@ def _warnings(into: Path) -> list[str]:
 
 def _compare(whole: Path, resumed: Path) -> Comparison:
     """Compare what two runs recorded, and raise an error for the first difference."""
-    if not any("resumed at" in event for event in _notes(resumed, "history")):
+    if not _notes(resumed, "resumes"):
         raise AssertionError(f"No resume was tested, as the run {_history(resumed)} Let it train more batches.")
     comparison = compare(read_ranks(whole / "run.jsonl"), read_ranks(resumed / "run.jsonl"))
     ranks, first = range(len([*whole.glob("rows.rank*")])), comparison.divergence

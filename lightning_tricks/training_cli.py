@@ -305,11 +305,12 @@ def condense_message(message: str, classes: Iterable[type], options: Iterable[st
         )
     line = re.sub(r"Parser key \"([^\"]+)\"", r"\1", line)
     line = re.sub(r"Problem with given class_path '([^']+)'", r"\1", line).rstrip(" :") or message
+    remedy = _remedy(line, classes, options)
     line = re.sub(r"Expected a dot import path string: (\S+)", r"no class is called '\1'", line)
     if "Expected a" in line and "Got value" not in line and (found := re.findall(r"Given value: (.{1,80})$", message)):
         line += f". Got value: {found[-1]}"
     line = re.sub(r"NestedArg\(key='\w+', val='?(.*?)'?\)", r"\1", line)
-    return f"{line}{ending(line)}{_remedy(line, classes, options)}"
+    return f"{line}{ending(line)}{remedy}"
 
 
 def _informative_lines(message: str) -> Iterator[str]:
@@ -334,7 +335,7 @@ def _informative_lines(message: str) -> Iterator[str]:
 
 def _remedy(line: str, classes: Iterable[type], options: Iterable[str]) -> str:
     """Return a sentence that says what to write instead, or an empty string."""
-    if found := re.search(r"no class is called '(\S+)'", line):
+    if found := re.search(r"Expected a dot import path string: (\S+)", line):
         names = sorted({kind.__name__ for kind in classes})
         return f"{did_you_mean(found[1], names)} Name a class of your own as module.Class."
     if found := re.search(r"([\w.]+): Option '([\w.]+)' is not accepted", line):

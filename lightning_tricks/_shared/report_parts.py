@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,12 +17,14 @@ class Facts:
         facts: Name and text of each.
         sentences: What else is to be said.
         warnings: What went wrong, for the findings of the report.
+        section: Where they stand in the report.
     """
 
     title: str
     facts: Sequence[tuple[str, str]] = ()
     sentences: Sequence[str] = ()
     warnings: Sequence[str] = ()
+    section: Literal["metrics", "cost", "reproducibility"] = "reproducibility"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,15 +129,17 @@ class Pictures:
 
     Attributes:
         title: What they show.
-        captions: A line for each; one that starts with "!" is a mistake.
+        captions: A line for each.
         pictures: Each as the base64 of a PNG file.
         note: What else is to be said, or "".
+        mistakes: Whether each shows a mistake; none does beyond the end of the list.
     """
 
     title: str
     captions: Sequence[str]
     pictures: Sequence[str] = field(repr=False)
     note: str = ""
+    mistakes: Sequence[bool] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,12 +151,16 @@ class DeviceUse:
         data_wait: The share of the time in which it waited for data, in percent, or None.
         rows: Device, quantity, mean and maximum, as texts.
         verdict: What the run waited for, in sentences.
+        keeps_up: Whether the loader keeps up with the device, although the host may wait; None if it is unknown.
+        remedy: What would make loading faster, in words, or "".
     """
 
     rank: int
     data_wait: float | None
     rows: Sequence[tuple[str, str, str, str]] = ()
     verdict: Sequence[str] = ()
+    keeps_up: bool | None = None
+    remedy: str = ""
 
 
 ReportPart: TypeAlias = Facts | ClippedSteps | ConfusionMatrix | Reliability | ClassValues | Pictures | DeviceUse

@@ -180,14 +180,14 @@ def format_seconds(seconds: float) -> str:
     return "unknown"
 
 
-def format_time(seconds: float) -> str:
-    """Return a moment, given in seconds since 1970, in UTC.
+def format_time(seconds: float, zone: str = " UTC") -> str:
+    """Return a moment, given in seconds since 1970, in UTC, with what is said of that.
 
     Examples:
         >>> format_time(86_400.0)
         '1970-01-02 00:00 UTC'
     """
     try:
-        return f"{datetime.fromtimestamp(seconds, timezone.utc):%Y-%m-%d %H:%M} UTC"
+        return f"{datetime.fromtimestamp(seconds, timezone.utc):%Y-%m-%d %H:%M}{zone}"
     except (OverflowError, OSError, ValueError):
         return "unknown"

@@ -43,7 +43,7 @@ from lightning_tricks.auto_resume.core.checkpoint_folder import CHECKPOINT_KEY, 
 from lightning_tricks.auto_resume.core.durable_writing import write_atomically
 from lightning_tricks.auto_resume.core.tensor_block import pack
 from lightning_tricks.auto_resume.model_checkpoint_files import ORIGIN_KEY
-from lightning_tricks.auto_resume.parts import IN_THE_FIT, SavePoint, Settings
+from lightning_tricks.auto_resume.parts import SavePoint, Settings
 from lightning_tricks.auto_resume.run_files import RunFiles
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
 
@@ -309,7 +309,7 @@ class CheckpointWriter:
 
     def _warn_unsaved(self, names: Sequence[str]) -> None:
         """Name what a resumed run will lack, each thing once."""
-        new = self._not_yet_reported([name for name in dict.fromkeys(names) if not name.endswith(IN_THE_FIT)])
+        new = self._not_yet_reported([*dict.fromkeys(names)])
         if new:
             rank_zero_warn(
                 f"AutoResume: these values changed in this fit, and cannot be saved: {list_names(new, 20)}. A resumed "

@@ -44,7 +44,7 @@ from lightning_tricks.auto_resume.model_parts import (
     Structure,
     UnsavedOutline,
 )
-from lightning_tricks.auto_resume.parts import IN_THE_FIT, Part, Phase, SavedState
+from lightning_tricks.auto_resume.parts import Part, Phase, SavedState
 from lightning_tricks.auto_resume.run_configuration import RunConfiguration
 from lightning_tricks.auto_resume.trainer_parts import (
     CallbackStates,
@@ -234,13 +234,14 @@ class FitState:
         # At step 0 the uninterrupted run adds them in this order, too.
         if self._trainer.global_step and not saved.world_size_changed and adds_first_gradients_otherwise(self._trainer):
             found.append(_ORDER_OF_SUMS)
-        recreated_by_hooks = {path for path in now["not_saved"] if path.endswith(IN_THE_FIT)}
-        return [*found, *(path for path in saved.rank["not_saved"] if path not in recreated_by_hooks)]
+        changed = [*saved.rank["not_saved"], *saved.rank.get("changed_callbacks", ())]
+        return [*found, *(name for name in changed if name not in now["changed_callbacks"])]  # as hooks do it again
 
     def differences_of_results(self, saved: SavedState) -> list[str]:
         """Return what is not as it was saved of a fit that had finished, whose results alone are restored."""
         others = self.outline.differences(saved, {"outline": self.outline.now()})
-        return [*self.attributes.failed, *saved.rank["not_saved"], *others]
+        changed = saved.rank.get("changed_callbacks", ())
+        return [*self.attributes.failed, *saved.rank["not_saved"], *changed, *others]
 
     def note_differences(
         self, saved: SavedState, key_paths: Sequence[str], drawn_anew: Sequence[str], of_data: Sequence[str]

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from lightning_tricks.auto_resume.callback import AutoResume
 
 Settings: TypeAlias = "AutoResume"  # the callback, whose arguments are the choices of the user
-IN_THE_FIT = "in the fit)"  # ends the names of what changed and hooks may create again
 
 
 class SavePoint(Enum):

@@ -30,7 +30,6 @@ from lightning_tricks._shared.rng import capture_rng_state, restore_rng_state
 from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk
 from lightning_tricks.auto_resume.core.configuration import SCHEDULE_OPTIONS
 from lightning_tricks.auto_resume.parts import (
-    IN_THE_FIT,
     ChangedValues,
     ComparedPart,
     Part,
@@ -196,17 +195,14 @@ class CallbackStates(ComparedPart):
             state = {"in_epoch": _memory_of(callback)[0](), "state_dict": state_dict}
             if any(state.values()):
                 found[callback.state_key] = state
-        return {"callbacks": move_to_device(found, "cpu")}
-
-    def unsaved(self, captured: Mapping[str, Any]) -> list[str]:
-        """Return the callbacks that were added or removed."""
         now = {*named_callbacks(self.trainer)}
         changes = {"added": now - self._initial, "removed": self._initial - now}
-        return [
-            f"{name} (a callback that was {change} {IN_THE_FIT}"
+        changed = [
+            f"{name} (a callback that was {change} in the fit)"
             for change, names in changes.items()
             for name in sorted(names)
         ]
+        return {"callbacks": move_to_device(found, "cpu"), "changed_callbacks": changed}
 
     def restore(self, saved: SavedState, phase: Phase) -> None:
         """Restore the states; of a fit that had finished, those of tricks and the memory of ModelCheckpoint alone."""

@@ -16,6 +16,7 @@ from lightning_tricks.devices.core.bottleneck import (
     DataWait,
     IdleClock,
     WaitTotals,
+    find_remedy,
     judge_gpu,
     judge_wait,
     waits_for_data,
@@ -129,6 +130,7 @@ class MonitoredRun:
         for key, statistics in self._recorder.whole(stage).items():
             means[key], maxima[key] = statistics.mean, statistics.maximum
         wait = self.wait.totals[stage]
+        cores = max(1, available_cores() // trainer.num_devices)
         for device, seconds in (("host", wait.waited), (self._own_name, wait.idle)):
             if seconds is not None and wait.seconds > 0:
                 means[f"{device}/data_wait"] = 100 * seconds / wait.seconds  # exact, as intervals are unequal
@@ -136,6 +138,8 @@ class MonitoredRun:
         of_others = {gpu.name for gpu in self._gpus if gpu not in gpus}  # whose own ranks report them
         chosen = [key for key in means if generic_key(key) in self._keys and key.partition("/")[0] not in of_others]
         chosen.sort(key=lambda key: (key.partition("/")[0], self._keys.index(generic_key(key))))
+        facts = wait, loaders, cores, means.get("host/cpu_utilization")
+        sentences, remedy = judge_wait(*facts), find_remedy(*facts)
         return DeviceSummary(
             rank=trainer.global_rank,
             node=trainer.node_rank,
@@ -144,7 +148,9 @@ class MonitoredRun:
             means={key: means[key] for key in chosen},
             maxima={key: maxima[key] for key in chosen},
             energy={gpu.name: gpu.energy / _JOULES_IN_KWH for gpu in gpus if gpu.energy is not None},
-            verdict=self._judge(gpus, wait, means, loaders, trainer.num_devices),
+            verdict=[*sentences, *self._judge(gpus, wait, means)],
+            keeps_up=not remedy if sentences else None,
+            remedy=remedy,
         )
 
     def _own_values(self, stage: str) -> dict[str, float]:
@@ -183,16 +189,8 @@ class MonitoredRun:
                 "95 °C, GPUs slow down by themselves: check its fan and the airflow.",
             )
 
-    def _judge(
-        self,
-        gpus: Sequence[GpuUtilization],
-        wait: WaitTotals,
-        means: Mapping[str, float],
-        loaders: Sequence[Any],
-        ranks_here: int,
-    ) -> list[str]:
-        cores = max(1, available_cores() // ranks_here)
-        sentences = judge_wait(wait, loaders, cores, means.get("host/cpu_utilization"))
+    def _judge(self, gpus: Sequence[GpuUtilization], wait: WaitTotals, means: Mapping[str, float]) -> list[str]:
+        sentences = []
         for gpu in gpus:
             utilization = means.get(f"{gpu.name}/utilization")
             sentences += judge_gpu(gpu.name, utilization, gpu.reasons, gpu.n_measurements, not waits_for_data(wait))

@@ -101,7 +101,9 @@ class FlopsReport(TrickCallback):
     def report_parts(self, trainer: Trainer) -> list[Facts]:
         """Return the totals of the count."""
         count = self.count
-        return [] if count is None else [Facts(title="FLOPs", facts=_totals(count), sentences=list(count.notes)[:10])]
+        if count is None:
+            return []
+        return [Facts(title="FLOPs", facts=_totals(count), sentences=list(count.notes)[:10], section="cost")]
 
     def _forget_run(self) -> None:
         self._provides_flops = False

@@ -110,8 +110,8 @@ class ImageLogger(StepsCallback):
 
     def _reset(self) -> None:
         self._kept: dict[str, functional.RankedSamples] = {}
-        # epoch, captions and images of each stage, and whether they are ranked by an error
-        self._reported: dict[str, tuple[int, list[str], Tensor, bool]] = {}
+        # epoch, captions and images of each stage, and how many are mistakes; None where an error ranks them
+        self._reported: dict[str, tuple[int, list[str], Tensor, int | None]] = {}
         self._prediction_kinds: dict[str, dict[str, bool]] = {}
         self._warned: set[str] = set()
         self._own_samples = OwnSamples(None)
@@ -161,8 +161,11 @@ class ImageLogger(StepsCallback):
         samples = functional.concat_samples(ranks).top(self.n).cpu()
         shown = self._shown(samples.images)
         shown = shown.clamp(0, 1) if shown.is_floating_point() else shown
-        captions = self._captions(samples, self._prediction_kinds[stage]["values"])
+        values = self._prediction_kinds[stage]["values"]
+        captions = self._captions(samples, values)
         legend, names, has_share = list[Tensor](), list[str](), samples.target.ndim == 3
+        has_classes = not (values or has_share or samples.has_boxes)
+        mistakes = (samples.predicted != samples.target).tolist() if has_classes else [False] * len(captions)
         if samples.has_boxes:
             for part, color, wide in ((samples.target, functional.BLUE, 2), (samples.predicted, functional.ORANGE, 1)):
                 boxes, width = [rows[rows[:, 0] > 0, 2:] for rows in part], wide * (1 + max(shown.shape[-2:]) // 160)
@@ -176,12 +179,15 @@ class ImageLogger(StepsCallback):
             drawn = [functional.overlay_masks(shown, mask, ignore_index=self.ignore_index) for mask in masks]
             shown = torch.cat([pad(part, (0, _GAP), value=1.0) for part in drawn], -1)[..., :-_GAP]
         if self._is_reported:
-            few, by_error = slice(_MOST_REPORTED), has_share or self._prediction_kinds[stage]["values"]
-            self._reported[stage] = trainer.current_epoch, captions[few], functional.shrink(shown[few]), by_error
+            few = slice(_MOST_REPORTED)
+            count = None if has_share or values else sum(mistakes[few])
+            self._reported[stage] = trainer.current_epoch, captions[few], functional.shrink(shown[few]), count
         if not can_log_images(trainer.loggers):
             return
         try:
-            grid = functional.image_grid([*shown, *legend] if names else shown, captions=[*captions, *names])
+            marks = [*mistakes, *(False for _ in names)]
+            tiles = [*shown, *legend] if names else shown
+            grid = functional.image_grid(tiles, captions=[*captions, *names], mistakes=marks)
         except ModuleNotFoundError as error:
             rank_zero_info(f"ImageLogger logs no images: {error}")
             return
@@ -199,13 +205,14 @@ class ImageLogger(StepsCallback):
     def report_parts(self, trainer: Trainer) -> list[Pictures]:
         """Return the mistakes, or of values the largest errors, of the last epoch of each stage."""
         parts = []
-        for stage, (epoch, captions, images, by_error) in self._reported.items():
-            count = len(captions) if by_error else sum(caption.startswith("!") for caption in captions)
+        for stage, (epoch, captions, images, mistakes) in self._reported.items():
+            count = len(captions) if mistakes is None else mistakes
             when = "" if stage == "test" else f"Epoch {epoch}. "
             some = "" if count == len(captions) else f"There are no {'more' if count else 'mistakes'}."
-            title = f"{'Largest errors' if by_error else 'Most confident mistakes'} ({stage})"
+            title = f"{'Largest errors' if mistakes is None else 'Most confident mistakes'} ({stage})"
             shown = {"captions": captions[:count], "pictures": functional.png_texts(images[:count])}
-            parts.append(Pictures(title=title, note=(when + some).strip(), **shown))
+            marks = [True] * (mistakes or 0)
+            parts.append(Pictures(title=title, note=(when + some).strip(), mistakes=marks, **shown))
         return parts
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -311,16 +318,16 @@ class ImageLogger(StepsCallback):
         if samples.has_boxes:
             pairs = zip(samples.predicted.tolist(), samples.target.tolist(), strict=True)
             named = [(self._box_names(boxes, " at {:.0%}"), self._box_names(true, "")) for boxes, true in pairs]
-            return [f"{predicted} (orange), is {true} (blue)".lstrip("!") for predicted, true in named]
+            return [f"{predicted} (orange), is {true} (blue)" for predicted, true in named]
         if samples.target.ndim == 3:
             return [f"{share:.1%} of the pixels are wrong" for share in samples.confidence.tolist()]
         rows = zip(samples.predicted.tolist(), samples.target.tolist(), samples.confidence.tolist(), strict=True)
         if values:
             return [f"{predicted:.3g}, is {target:.3g}" for predicted, target, _ in rows]
         return [
-            f"!{self._name(predicted)} at {confidence:.0%}, is {self._name(target)}"
+            f"{self._name(predicted)} at {confidence:.0%}, is {self._name(target)}"
             if predicted != target
-            else f"{self._name(predicted)} at {confidence:.0%}".lstrip("!")  # which marks mistakes
+            else f"{self._name(predicted)} at {confidence:.0%}"
             for predicted, target, confidence in rows
         ]
 

@@ -321,6 +321,7 @@ def image_grid(
     *,
     columns: int | None = None,
     captions: Sequence[str] | None = None,
+    mistakes: Sequence[bool] | None = None,
     padding: int = 2,
     least_side: int = 64,
 ) -> PILImage:
@@ -329,7 +330,8 @@ def image_grid(
     Args:
         images: A tensor (N, C, H, W), an array (N, H, W, C), or a sequence of images of any kinds and sizes.
         columns: The number of images in a row; None makes the grid about square.
-        captions: A line for each image; a line that starts with "!" is red, and shown without the "!".
+        captions: A line for each image.
+        mistakes: For each image, whether its caption is red, as that of a mistake.
         padding: Pixels between them.
         least_side: Smaller images are enlarged by an integer factor to at least this many pixels.
 
@@ -337,7 +339,7 @@ def image_grid(
         A PIL image, "RGB"; transparent pixels are white.
 
     Raises:
-        TypeError, ValueError: As for `to_tensor`; if there are no images, or the number of captions differs.
+        TypeError, ValueError: As for `to_tensor`; if there are no images, or not as many captions or mistakes.
 
     Examples:
         >>> import torch
@@ -347,8 +349,9 @@ def image_grid(
     tiles = [_as_rgb(to_pil(image), least_side) for image in cast(Any, images)]
     if not tiles:
         raise ValueError("There are no images to put into a grid.")
-    if captions is not None and len(captions) != len(tiles):
-        raise ValueError(f"{len(tiles)} images need as many captions, got {len(captions)}.")
+    for name, given in (("captions", captions), ("mistakes", mistakes)):
+        if given is not None and len(given) != len(tiles):
+            raise ValueError(f"{len(tiles)} images need as many {name}, got {len(given)}.")
     columns = math.ceil(math.sqrt(len(tiles))) if columns is None else check_count("columns", columns)
     columns = min(columns, len(tiles))
     width = max(tile.width for tile in tiles)
@@ -363,15 +366,17 @@ def image_grid(
         top = padding + number // columns * (height + padding)
         grid.paste(tile, (left + (width - tile.width) // 2, top))
         if captions is not None:
-            _draw_caption(grid, captions[number], left + width / 2, top + height - _CAPTION_HEIGHT / 2)
+            place, color = (left + width / 2, top + height - _CAPTION_HEIGHT / 2), "black"
+            if mistakes is not None and mistakes[number]:
+                color = "firebrick"
+            _draw_caption(grid, captions[number], place, color)
     return cast(PILImage, grid)
 
 
-def _draw_caption(grid: Any, caption: str, x: float, y: float) -> None:
+def _draw_caption(grid: Any, caption: str, place: tuple[float, float], color: str) -> None:
     from PIL import ImageDraw
 
-    color = "firebrick" if caption.startswith("!") else "black"
-    ImageDraw.Draw(grid).text((x, y), caption.removeprefix("!"), fill=color, anchor="mm", font=_font())
+    ImageDraw.Draw(grid).text(place, caption, fill=color, anchor="mm", font=_font())
 
 
 def _font() -> Any:

@@ -289,7 +289,8 @@ class MetricsMonitor(StepsCallback):
             names = self._seldom_plotted_of(values) - self._of_parts(values)
             facts = [(name, f"{value:.4g}") for name, value in values.items() if name in names]
             if facts:
-                parts.append(Facts(title=f"Other metrics, {self._keys.key(prefix, '')[:-1]}", facts=facts))
+                title = f"Other metrics, {self._keys.key(prefix, '')[:-1]}"
+                parts.append(Facts(title=title, facts=facts, section="metrics"))
         return parts + self._plots.report_parts()
 
     def state_dict(self) -> dict[str, Any]:
@@ -370,7 +371,8 @@ class MetricsMonitor(StepsCallback):
         self._collisions.warn(pl_module, asked_for, other_keys)
         drop_reset_values(trainer, self._name, to_log.keys())  # others who log them later have the last word
         for_callbacks = self._not_for_loggers(numbers)
-        if not has_loss_metric and any("loss" in key.lower() and hook.islower() for key, hook in other_keys.items()):
+        from_hooks = [key for key, hook in other_keys.items() if key_checks.is_hook(hook)]
+        if not has_loss_metric and any("loss" in key.lower() for key in from_hooks):
             for_callbacks.add("loss")  # one of the module's, which other callbacks do not log in a hook
         for (key, value), name in zip(to_log.items(), numbers, strict=True):
             if key not in other_keys:

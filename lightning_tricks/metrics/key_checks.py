@@ -62,7 +62,7 @@ class Collisions:
             keys = list_names((repr(key) for key in new if others[key] == hook), _MAX_SHOWN)
             if hook in STEPS.values():
                 other = f"{type(pl_module).__name__}.{hook}"
-            elif hook.islower():
+            elif is_hook(hook):
                 other = f"{hook} of {type(pl_module).__name__} or of another callback"
             else:  # the name of another monitor
                 other = hook
@@ -82,6 +82,11 @@ class Collisions:
                     "the monitor, so that callbacks would see another value on each rank. Log it on all ranks, or "
                     "rename it."
                 )
+
+
+def is_hook(name: str) -> bool:
+    """Whether what has logged a value is a hook of Lightning's; all others are named by the class of the callback."""
+    return hasattr(LightningModule, name)
 
 
 def merge_logged_keys(ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:
@@ -172,7 +177,7 @@ class UnmeasuredBatches:
         self._monitor = monitor
         self._stages = stages
         self._has_transform = has_transform
-        self._warned: set[str] = set()
+        self._warned, self._warned_in_part = set[str](), set[str]()  # stages
 
     def report_batch(
         self, suite: MetricSuite, inputs: Any, stage: str, batch_idx: int, best_keys: Sequence[str]
@@ -208,8 +213,8 @@ class UnmeasuredBatches:
 
     def report_epoch(self, stage: str, num_unmeasured: int, num_measured: int) -> None:
         """Warn of how many batches of an epoch were not measured, if others were."""
-        if num_unmeasured and num_measured and f"{stage} in part" not in self._warned:
-            self._warned.add(f"{stage} in part")
+        if num_unmeasured and num_measured and stage not in self._warned_in_part:
+            self._warned_in_part.add(stage)
             rank_zero_warn(
                 f"{self._monitor}: {num_unmeasured} of {num_unmeasured + num_measured} batches of {stage} returned "
                 "nothing to measure, so the metrics do not include them."

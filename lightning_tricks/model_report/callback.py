@@ -119,6 +119,7 @@ class ModelReport(TrickCallback):
         return [
             Facts(
                 title="Memory of the model",
+                section="cost",
                 facts=facts,
                 sentences=[f"Until the first step, {missing}."] if missing else [],
             )

@@ -28,7 +28,7 @@ from lightning_tricks.auto_resume.core.attributes.model_structure import param_g
 from lightning_tricks.auto_resume.core.attributes.user_code import is_user_module
 from lightning_tricks.run_report.core.curves import label_of_rate
 from lightning_tricks.run_report.core.git_state import read_git_state
-from lightning_tricks.run_report.core.record import RunRecord
+from lightning_tricks.run_report.core.record import RunRecord, RunSetup
 from lightning_tricks.run_report.core.secret_values import HIDDEN, hidden, is_secret
 
 _TOLD_ELSEWHERE = frozenset({"accelerator", "barebones", "callbacks", "fast_dev_run", "logger", "strategy"})
@@ -42,6 +42,7 @@ _LOADER_ARGUMENTS = (
     *("prefetch_factor", "timeout", "worker_init_fn"),
 )
 _MOST_FILES = 500
+_DECIDING = ("accumulate_grad_batches", "max_epochs", "overfit_batches", "precision")  # arguments of the Trainer
 _PACKAGES = ("torch", "lightning", "lightning-tricks", "torchmetrics", "torchvision", "transformers", "timm", "numpy")
 _LONGEST_TEXT = 300
 _MOST_ITEMS = 100_000  # of a list whose content is recorded
@@ -56,7 +57,7 @@ def describe_run(trainer: Trainer, module: LightningModule) -> RunRecord:
     for owner in (module, datamodule_of(trainer)):
         for name, value in initial_hyperparameters(owner).items():
             arguments.add(str(name), value, default=configuration.defaults_of(type(owner)).get(name))
-    details = gather_settings(trainer, module)
+    details, setup = gather_settings(trainer, module), _setup_of(trainer)
     details.secrets[:0], details.types_only[:0] = arguments.secrets, arguments.types_only
     return RunRecord(
         module=type(module).__name__,
@@ -64,7 +65,8 @@ def describe_run(trainer: Trainer, module: LightningModule) -> RunRecord:
         is_seeded=seed is not None,
         arguments=arguments.pairs(),
         trainer=[*_trainer_facts(trainer), *torch_settings(), *seeds],
-        data=list(_data_facts(trainer)),
+        data=list(_data_facts(trainer, setup)),
+        setup=setup,
         versions=versions(),
         settings=[*details.pairs(), *other_versions()],
         defaults=[f"{name} (hyper-parameter)" for name in arguments.defaults[:_MOST_SETTINGS]]
@@ -92,13 +94,33 @@ def _trainer_facts(trainer: Trainer) -> Iterator[tuple[str, str]]:
         yield "schedulers", ", ".join(schedulers)
 
 
-def _data_facts(trainer: Trainer) -> Iterator[tuple[str, str]]:
-    for name, loaders, batches, limit in (
-        ("training", trainer.train_dataloader, trainer.num_training_batches, trainer.limit_train_batches),
-        ("validation", trainer.val_dataloaders, trainer.num_val_batches, trainer.limit_val_batches),
+def _setup_of(trainer: Trainer) -> RunSetup:
+    """Return what findings decide by, without the facts about the data."""
+    configs, labelled = trainer.lr_scheduler_configs, dict(_labelled_callbacks(trainer))
+    every = {
+        label: vars(one).get("_every_n_train_steps", vars(one).get("every_n_train_steps"))
+        for label, one in labelled.items()
+    }
+    given = {name: getattr(trainer, name, None) for name in _DECIDING}
+    return RunSetup(
+        callbacks=[type(callback).__name__ for callback in callbacks_of(trainer)],
+        optimizers=[type(optimizer).__name__ for optimizer in trainer.optimizers],
+        schedulers=[type(config.scheduler).__name__ for config in configs],
+        waits_for_plateau=any(config.reduce_on_plateau for config in configs),
+        trainer={name: value for name, value in given.items() if isinstance(value, int | float | str)},
+        every_n_train_steps={label: number for label, number in every.items() if isinstance(number, int)},
+    )
+
+
+def _data_facts(trainer: Trainer, setup: RunSetup) -> Iterator[tuple[str, str]]:
+    for name, loaders, batches, argument in (
+        ("training", trainer.train_dataloader, trainer.num_training_batches, "limit_train_batches"),
+        ("validation", trainer.val_dataloaders, trainer.num_val_batches, "limit_val_batches"),
     ):
+        limit = getattr(trainer, argument)
         total: Any = sum(batches) if isinstance(batches, Sequence) else batches
         if loaders is None and name == "validation" and trainer.enable_validation:
+            setup.has_validation = True
             yield "validation batches", "unknown"  # they are loaded where the first validation begins
         if loaders is None or not total:
             continue
@@ -107,9 +129,14 @@ def _data_facts(trainer: Trainer) -> Iterator[tuple[str, str]]:
         there = sum(known) if name == "validation" else max(known, default=0)
         if name == "training" and len(known) > 1 and ends_with_shortest_loader(trainer):
             there = min(known)
-        whole = f" of {there:,}" if len(known) == len(sizes) else " of unknown"
-        is_limited = isinstance(limit, int) or limit != 1
-        yield f"{name} batches", f"{total:,}{whole * is_limited}" if total != float("inf") else "unknown"
+        is_known, is_limited = len(known) == len(sizes), isinstance(limit, int) or limit != 1
+        if name == "training":
+            setup.training_batches = total if isinstance(total, int) else None
+        setup.has_validation |= name == "validation"
+        if is_limited and is_known and total != there:
+            setup.left_out[argument] = name
+        whole = f" of {there:,}" if is_known else " of unknown"
+        yield f"{name} batches", f"{total:,}{whole if is_limited else ''}" if total != float("inf") else "unknown"
         for attribute, words in (("batch_size", "batch size"), ("num_workers", "workers")):
             if isinstance(number := getattr(loaders, attribute, None), int):
                 yield f"{name} {words}", str(number)
@@ -153,11 +180,12 @@ def schedules_of(trainer: Trainer) -> list[tuple[str, str, int, int]]:
 def gather_settings(trainer: Trainer, module: LightningModule) -> SettingTexts:
     """Return the settings of callbacks, layers, optimizers, schedulers, loaders, environment and code."""
     found = SettingTexts()
-    for add in (_add_callbacks, _add_layers, _add_optimizers, _add_data):
+    adders = {"callbacks": _add_callbacks, "layers": _add_layers, "optimizers": _add_optimizers, "data": _add_data}
+    for what, add in adders.items():
         try:
             add(found, trainer, module)
         except Exception as error:  # objects of users may do anything when they are asked
-            found.unknown.append(f"{add.__name__.removeprefix('_add_')} ({describe_error(error)[:200]})")
+            found.unknown.append(f"{what} ({describe_error(error)[:200]})")
     for variable, value in sorted(os.environ.items()):
         if variable.startswith(_ENVIRONMENT):
             found.add(variable, value, "environment")
@@ -300,13 +328,13 @@ class SettingTexts:
             path = path if secret is None else ".".join(words[: secret + 1])
             path = f"{owner}.{path}" if owner else path
             shown = hidden(words[-1 if secret is None else secret], part)
-            if shown == HIDDEN:
+            if shown is HIDDEN:
                 self.secrets += [path] if path not in self.secrets else []
             elif not configuration.is_comparable(shown):
                 self.types_only.append(path)
             elif is_default:
                 self.defaults.append(path[:_LONGEST_TEXT])
-            if self.texts.get(path) != HIDDEN:
+            if self.texts.get(path) is not HIDDEN:
                 self.texts[path[:_LONGEST_TEXT]] = text_of(shown)
 
     def pairs(self) -> list[tuple[str, str]]:

@@ -147,20 +147,21 @@ class Works(Callback):
 
 @pytest.mark.trap("devices: is the loader the bottleneck (PL#1216 #2701 #4833)")
 @pytest.mark.parametrize(
-    ("loading", "working", "words"),
+    ("loading", "working", "words", "remedy"),
     [
-        (3.0, 4.0, "Waited for data 74 % of the time: the loader is the bottleneck; try num_workers=3, now 0."),
-        (0.01, 4.0, "Waited for data 1 % of the time: the loader keeps up."),
+        (3.0, 4.0, "Waited for data 74 % of the time: the loader is the bottleneck; {}.", "try num_workers=3, now 0"),
+        (0.01, 4.0, "Waited for data 1 % of the time: the loader keeps up.", ""),
     ],
 )
-def test_the_verdict_is_measured(loading, working, words, monkeypatch):
+def test_the_verdict_is_measured(loading, working, words, remedy, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(monitored_run, "DataWait", partial(bottleneck.DataWait, clock=lambda: clock[0]))
     monkeypatch.setattr(monitored_run, "available_cores", lambda: 8)
     monitor = DeviceMonitor()
     data = DataLoader(Slow(clock, loading), batch_size=4)
     fit(monitor, Works(clock, working), data=data)
-    assert monitor.summary[0].verdict == [words]
+    (use,) = monitor.report_parts(None)
+    assert (use.verdict, use.remedy, use.keeps_up) == ([words.format(remedy)], remedy, not remedy)
     share = 100 * 19 * 4 * loading / (19 * 4 * loading + 20 * working)  # but for the first batch
     assert monitor.summary[0].means["host/data_wait"] == pytest.approx(share)
 

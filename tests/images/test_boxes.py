@@ -181,7 +181,7 @@ def expected(image, number):
 def test_the_worst_detections_are_first_with_names_and_scores(tmp_path, shown):
     images = ImageLogger(3, class_names=["cat", "dog"])
     trainer(images, CSVLogger(tmp_path)).validate(Detects(), loader(), verbose=False)
-    ((tiles, captions),) = shown
+    ((tiles, captions, _),) = shown
     assert captions == [
         *(f"dog at 88% (orange), is dog, cat, cat, cat and {number - 3} more (blue)" for number in (11, 10, 9)),
     ]
@@ -198,7 +198,7 @@ def test_without_names_labels_are_shown_and_what_is_empty_is_called_nothing(tmp_
 
     images = ImageLogger(4, output_transform=outputs)
     trainer(images, CSVLogger(tmp_path)).validate(Detects(), loader(PIXELS[:4], torch.zeros(4).long()), verbose=False)
-    ((_, captions),) = shown
+    ((_, captions, _),) = shown
     assert sorted(captions) == [
         *("1 at 88% (orange), is 1 (blue)", "1 at 88% (orange), is 1 (blue)"),
         *("1 at 88% (orange), is nothing (blue)", "nothing (orange), is 1 (blue)"),
@@ -211,7 +211,7 @@ def test_images_of_any_size_are_a_list(tmp_path, shown, given_by_step):
     read = (lambda outputs, batch, stage: {**outputs, "images": batch[0]}) if given_by_step else None
     batches = loader(pixels, collate=lambda rows: tuple(zip(*rows, strict=True)))
     trainer(ImageLogger(12, output_transform=read), CSVLogger(tmp_path)).validate(Detects(), batches, verbose=False)
-    ((tiles, _),) = shown
+    ((tiles, *_),) = shown
     assert len(tiles) == 12
     assert {tile.shape for tile in tiles} == {(3, 27, 30)}
     for tile, number in zip(tiles, range(11, -1, -1), strict=True):

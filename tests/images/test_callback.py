@@ -63,10 +63,10 @@ def test_the_worst_mistakes_are_captioned_with_names(tmp_path, shown):
 
     names = [f"digit {number}" for number in range(10)]
     trainer(ImageLogger(3, class_names=names), CSVLogger(tmp_path)).validate(Images(scores), loader(), verbose=False)
-    ((images, captions),) = shown
+    ((images, captions, marks),) = shown
     assert torch.equal(torch.stack(images[:2]).sort(0).values, PIXELS[[5, 17]].sort(0).values)
-    assert sorted(captions[:2]) == ["!digit 6 at 91%, is digit 5", "!digit 8 at 91%, is digit 7"]
-    assert captions[2].endswith(" at 91%")
+    assert sorted(captions[:2]) == ["digit 6 at 91%, is digit 5", "digit 8 at 91%, is digit 7"]
+    assert (captions[2].endswith(" at 91%"), marks) == (True, [True, True, False])
 
 
 @pytest.mark.parametrize("stage", ["train", "val"])
@@ -84,7 +84,7 @@ def test_an_epoch_shows_its_own_images_alone(tmp_path, shown, stage):
     images = ImageLogger(4, stages=(stage,), output_transform=lambda outputs, batch, stage: outputs)
     trainer(images, CSVLogger(tmp_path), max_epochs=3).fit(Brightens(), loader(), loader())
     assert len(shown) == 3
-    for epoch, (tiles, _) in enumerate(shown):
+    for epoch, (tiles, *_) in enumerate(shown):
         assert torch.stack(tiles).min() >= epoch / 4
         assert torch.stack(tiles).max() <= (epoch + 1) / 4
 
@@ -199,6 +199,6 @@ def test_one_output_may_have_a_column_of_its_own(tmp_path, shown, is_value):
 
         logger = CSVLogger(tmp_path / str(column))
         trainer(ImageLogger(24, output_transform=output), logger).validate(Images(), loader(), verbose=False)
-    (_, captions), (_, others) = shown
+    (_, captions, _), (_, others, _) = shown
     assert captions == others
     assert len(set(captions)) > 12

@@ -105,7 +105,7 @@ def test_the_worst_masks_are_first_and_void_pixels_do_not_count(kind, tmp_path, 
     names = ["road", "tree", "sky"]
     images = ImageLogger(3, class_names=names, ignore_index=255)
     trainer(images, CSVLogger(tmp_path)).validate(module, loader(_PIXELS, labels), verbose=False)
-    ((tiles, captions),) = shown
+    ((tiles, captions, _),) = shown
     worst = labels.argsort(descending=True)[:3]
     shares = [f"{wrong / 48:.1%} of the pixels are wrong" for wrong in labels[worst].tolist()]
     assert captions == [*shares, "road", "tree"]

@@ -4,15 +4,15 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from lightning_tricks._shared.report_parts import ClippedSteps, ConfusionMatrix, DeviceUse, Facts, Reliability
 from lightning_tricks.run_report import RunRecord
-from lightning_tricks.run_report.core.record import GitState, Row
+from lightning_tricks.run_report.core.record import GitState, Row, RunSetup
 
 EPOCHS, BATCHES = 20, 20
 STEPS = EPOCHS * BATCHES
-FACTS = {"precision": "32-true", "optimizer": "AdamW", "schedulers": "LambdaLR"}
-DATA = {"training batches": "20", "validation batches": "8"}
+SETUP = {"optimizers": ["AdamW"], "schedulers": ["LambdaLR"], "training_batches": 20, "has_validation": True}
 Curve = Callable[[float], float] | Sequence[float]
 
 
@@ -21,8 +21,7 @@ def run(
     of_epochs: Mapping[str, Curve] = {},
     *,
     noise: Mapping[str, float] = {},
-    facts: Mapping[str, str] = {},
-    data: Mapping[str, str] = {},
+    setup: Mapping[str, Any] = {},
     seed: int = 0,
     length: int = EPOCHS,
     batches: int = BATCHES,
@@ -48,8 +47,7 @@ def run(
             rows.append(Row("epoch", step, epoch, of_epoch))
     given = {"module": "Net", "status": "finished", "step": length * batches, "epochs": length, "seconds": 600.0}
     given |= {"validation_seconds": 60.0, "batches": length * batches}
-    texts = {"trainer": list({**FACTS, **facts}.items()), "data": list({**DATA, **data}.items())}
-    return RunRecord(**{**given, **texts, "rows": rows, **known})
+    return RunRecord(**{**given, "setup": RunSetup(**{**SETUP, **setup}), "rows": rows, **known})
 
 
 def record_of(curves, kind="epoch", **known):
@@ -59,7 +57,8 @@ def record_of(curves, kind="epoch", **known):
         Row(kind, place, place, {key: values[place] for key, values in curves.items() if place < len(values)})
         for place in range(length)
     ]
-    return RunRecord(**{"status": "finished", "step": length, "epochs": 1, "rows": rows, **known})
+    setup = RunSetup(schedulers=[])
+    return RunRecord(**{"status": "finished", "step": length, "epochs": 1, "setup": setup, "rows": rows, **known})
 
 
 def falls(start: float, end: float, pace: float = 8.0) -> Curve:
@@ -140,8 +139,7 @@ def scattered(seed: int, spread: float, classes: int, samples: int, center: floa
 
 
 def keeps_up(share: float) -> DeviceUse:
-    said = "The host waited for data 60 % of the time, and the GPU had work meanwhile: the loader keeps up."
-    return DeviceUse(rank=0, data_wait=share, verdict=[said])
+    return DeviceUse(rank=0, data_wait=share, verdict=["The loader is the bottleneck; it may be."], keeps_up=True)
 
 
 ANNEALED = {
@@ -158,20 +156,22 @@ RATES: dict[str, tuple[str, Curve]] = {
     "cosine to a high floor": ("LambdaLR", lambda time: 6e-4 + 0.4 * cosine(time)),
     "linear to a floor, then flat": ("LambdaLR", lambda time: 1e-3 * max(0.6, 1 - time)),
 }
-SETTINGS = [("ModelCheckpoint.every_n_train_steps", "20")]
+STEPPED = {"every_n_train_steps": {"ModelCheckpoint": 20}}
 HEALTHY: dict[str, RunRecord] = {
     "classification": usual(),
     "no validation yet": usual(status="running", validation_seconds=0.0),
-    "no data for validation": replace(run({"train/loss": LOSS}, noise=NOISE), data=[], validation_seconds=0.0),
-    "accumulation over an epoch": usual(facts={"accumulate_grad_batches": "20"}, step=20),
-    "accumulation with a tail": usual(facts={"accumulate_grad_batches": "16"}, step=40),
+    "no data for validation": run(
+        {"train/loss": LOSS}, noise=NOISE, setup={"has_validation": False}, validation_seconds=0.0
+    ),
+    "accumulation over an epoch": usual(setup={"trainer": {"accumulate_grad_batches": 20}}, step=20),
+    "accumulation with a tail": usual(setup={"trainer": {"accumulate_grad_batches": 16}}, step=40),
     "monitors": usual(
         monitors=[("ModelCheckpoint", "val/loss", True, 0), ("ReduceLROnPlateau", "val/acc", True, 20)],
-        settings=SETTINGS,
+        setup=STEPPED,
     ),
     "monitor of a value for callbacks alone": usual(monitors=[("EarlyStopping", "hidden", True, 0)]),
     "monitor of steps, of which few are logged": replace(
-        usual(monitors=[("ModelCheckpoint", "train/loss", True, 0)], settings=SETTINGS),
+        usual(monitors=[("ModelCheckpoint", "train/loss", True, 0)], setup=STEPPED),
         rows=[Row("step", step, step // BATCHES, {"train/loss": 1 / (1 + step)}) for step in range(49, STEPS, 50)],
     ),
     "validation in each fifth epoch": replace(
@@ -189,7 +189,10 @@ HEALTHY: dict[str, RunRecord] = {
     "cosine in many cycles": usual(schedules=[("CosineAnnealingLR", "step", 400, 40)]),
     "stopped early": usual(schedules=[("CosineAnnealingLR", "epoch", 20, 100)]),
     "not clipped, not measured": run({"train/loss": LOSS}, {"val/loss": VAL}, noise=NOISE),
-    **{name: usual({"learning_rate": rate}, facts={"schedulers": kind}) for name, (kind, rate) in RATES.items()},
+    **{
+        name: usual({"learning_rate": rate}, setup={"schedulers": [kind], "waits_for_plateau": "Plateau" in kind})
+        for name, (kind, rate) in RATES.items()
+    },
     "warm restarts": usual(
         {
             "learning_rate": lambda time: cosine(3 * time % 1),
@@ -197,7 +200,7 @@ HEALTHY: dict[str, RunRecord] = {
         }
     ),
     "schedule-free": usual(
-        {"learning_rate": constant(1e-3)}, facts={"schedulers": "", "optimizer": "AdamWScheduleFree"}
+        {"learning_rate": constant(1e-3)}, setup={"schedulers": [], "optimizers": ["AdamWScheduleFree"]}
     ),
     "annealed KL": usual(ANNEALED, {"val/loss": None, "val/acc": None}),
     "annealed KL in validation": usual(
@@ -277,7 +280,7 @@ HEALTHY: dict[str, RunRecord] = {
     "annealed to the end": usual(
         {"learning_rate": lambda time: 1e-3 * (1 - time)}, {"val/acc": None, "val/loss": lambda time: 1.5 - time}
     ),
-    "overfit_batches=1.0": usual(facts={"overfit_batches": "1"}),
+    "overfit_batches=1.0": usual(setup={"trainer": {"overfit_batches": 1.0}}),
     **{
         f"seed {seed}": usual(seed=seed, noise={"val/loss": 0.03, "val/acc": 0.02, "train/loss": 0.15})
         for seed in range(10, 30)
@@ -299,8 +302,8 @@ def leaks(key: str, start: float, pace: float, kind: str = "of_epochs", noise: f
     return usual(**{kind: {key: lambda time: start + pace * time}}, noise={key: noise})
 
 
-def waited(share: float, *verdict: str) -> RunRecord:
-    return usual(parts=other_parts(DeviceUse(rank=0, data_wait=share, verdict=list(verdict))))
+def waited(share: float) -> RunRecord:
+    return usual(parts=other_parts(DeviceUse(rank=0, data_wait=share, verdict=["The loader keeps up: once."])))
 
 
 # finding -> what its sentence says, and runs that deserve it
@@ -398,7 +401,7 @@ DESERVING: dict[str, tuple[str, list[RunRecord]]] = {
         r"steps.* were skipped: gradients were NaN or Inf\.$",
         [
             usual(parts=other_parts(clipping(0, skipped=300))),
-            usual(parts=other_parts(clipping(0, skipped=60)), facts={"precision": "16-mixed"}),
+            usual(parts=other_parts(clipping(0, skipped=60)), setup={"trainer": {"precision": "16-mixed"}}),
             usual(parts=other_parts(clipping(), clipping(0, skipped=5, optimizer=1))),
         ],
     ),
@@ -431,7 +434,7 @@ DESERVING: dict[str, tuple[str, list[RunRecord]]] = {
     ),
     "schedule without effect": (
         r"^The learning rate was 0\.1 in all steps: StepLR never changed it\.$",
-        [usual({"learning_rate": constant(0.1)}, facts={"schedulers": "StepLR"})],
+        [usual({"learning_rate": constant(0.1)}, setup={"schedulers": ["StepLR"]})],
     ),
     "schedule longer than the run": (
         r"^The learning rate ended at \d+ % of its peak of .* and was still falling: the schedule is longer",
@@ -458,13 +461,19 @@ DESERVING: dict[str, tuple[str, list[RunRecord]]] = {
     "validation that never ran": (
         r"^Validation never ran: (an epoch had 15 batches, and .* last of the 20 that|20 epochs with check)",
         [
-            run({"train/loss": LOSS}, validation_seconds=0.0, batches=15, noise=NOISE, facts={"max_epochs": "20"}),
+            run(
+                {"train/loss": LOSS},
+                validation_seconds=0.0,
+                batches=15,
+                noise=NOISE,
+                setup={"trainer": {"max_epochs": 20}},
+            ),
             run({"train/loss": LOSS}, validation_seconds=0.0, noise=NOISE),
         ],
     ),
     "accumulation over more than an epoch": (
         r"^accumulate_grad_batches=64 is more than the 20 batches of an epoch, which ends with a step: no step was",
-        [usual(facts={"accumulate_grad_batches": "64"}, step=20)],
+        [usual(setup={"trainer": {"accumulate_grad_batches": 64}}, step=20)],
     ),
     "a monitor that was never logged": (
         r"^EarlyStopping monitors 'val_los', which was never logged: it had no effect\. Keys that were logged: ",
@@ -475,7 +484,7 @@ DESERVING: dict[str, tuple[str, list[RunRecord]]] = {
         [
             usual(
                 monitors=[("ModelCheckpoint", "val/loss", True, 0)],
-                settings=[("ModelCheckpoint.every_n_train_steps", "5")],
+                setup={"every_n_train_steps": {"ModelCheckpoint": 5}},
             ),
             run({}, {"val/loss": [0.5, 0.4]}, length=4, monitors=[("ReduceLROnPlateau", "val/loss", True, 4)]),
         ],

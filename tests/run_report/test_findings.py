@@ -10,7 +10,7 @@ import pytest
 from lightning_tricks._shared.report_parts import ConfusionMatrix, DeviceUse, Reliability
 from lightning_tricks.run_report import find_all
 from lightning_tricks.run_report.core.findings import CHECKS
-from lightning_tricks.run_report.core.record import GitState, Resume
+from lightning_tricks.run_report.core.record import GitState, Resume, RunSetup
 from tests.run_report.runs import DESERVING, HEALTHY, clipping, record_of
 
 
@@ -64,7 +64,7 @@ CASES = {
     "skipped the only one": (
         "1 of 1 steps (100 %) were skipped: gradients were NaN or Inf.",
         record_of({}, "step", parts=[clipped(0, steps=1, skipped=1)]),
-        record_of({}, "step", parts=[clipped(0, skipped=10)], trainer=[("precision", "16-mixed")]),
+        record_of({}, "step", parts=[clipped(0, skipped=10)], setup=RunSetup(trainer={"precision": "16-mixed"})),
     ),
     "not finite": (
         "train/loss was NaN at step 50 (epoch 50), and in 2 of 52 recorded values.",
@@ -104,12 +104,12 @@ CASES = {
         record_of(
             {"learning_rate": [0.01 * (1 - place / 100) for place in range(30)]},
             "step",
-            trainer=[("schedulers", "CosineAnnealingLR")],
+            setup=RunSetup(schedulers=["CosineAnnealingLR"]),
         ),
         record_of(
             {"learning_rate": [0.01 * (1 - place / 30) for place in range(30)]},
             "step",
-            trainer=[("schedulers", "CosineAnnealingLR")],
+            setup=RunSetup(schedulers=["CosineAnnealingLR"]),
         ),
     ),
     "weak class": (
@@ -136,9 +136,9 @@ CASES = {
                 DeviceUse(
                     rank=0,
                     data_wait=38.0,
-                    verdict=[
-                        "Waited for data 38 % of the time: the loader is the bottleneck; try num_workers=4, now 0."
-                    ],
+                    verdict=["The loader keeps up, or it is the bottleneck; whatever stands here."],
+                    keeps_up=False,
+                    remedy="try num_workers=4, now 0",
                 )
             ],
         ),
@@ -183,9 +183,9 @@ CASES = {
         record_of(
             {},
             trainer=[("limit_train_batches", "1"), ("limit_val_batches", "2 batches")],
-            data=[("validation batches", "2 of 8")],
+            setup=RunSetup(left_out={"limit_val_batches": "validation"}),
         ),
-        record_of({}, trainer=[("limit_train_batches", "1"), ("overfit_batches", "0")]),
+        record_of({}, setup=RunSetup(trainer={"overfit_batches": 0.0})),
     ),
 }
 

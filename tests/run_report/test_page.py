@@ -74,7 +74,9 @@ def full_record(**known):
         ClippedSteps(optimizer=0, steps=100, clipped=100, skipped=2, max_norm=1.0),
         ConfusionMatrix(stage="val", epoch=0, classes=[EVIL, "b"], counts=[[3, 1], [0, 4]]),
         Reliability(stage="val", epoch=0, label="accuracy", confidence=[0.9], share=[0.8], weight=[1.0]),
-        Pictures(title=EVIL, captions=[f"!{EVIL}", "x"], pictures=["iVBORw0KGgoAAA==", 'x" onerror="alert(1)']),
+        Pictures(
+            title=EVIL, captions=[EVIL, "x"], mistakes=[True], pictures=["iVBORw0KGgoAAA==", 'x" onerror="alert(1)']
+        ),
     ]
     given = {
         "module": EVIL,

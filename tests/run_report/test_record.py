@@ -35,7 +35,7 @@ def some_record(**known):
     parts = [
         Facts(title="Seed", facts=[("seed", "1")], sentences=["yes"], warnings=["It differs."]),
         ClippedSteps(optimizer=0, steps=3, clipped=1, skipped=0, max_norm=None),
-        Pictures(title="worst", captions=["!a"], pictures=["iVBORw0KGgo="]),
+        Pictures(title="worst", captions=["a"], pictures=["iVBORw0KGgo="], mistakes=[True]),
     ]
     given = {
         "module": "Net",

@@ -163,14 +163,15 @@ def some_record(seed):
         ClassValues(
             stage="val", epoch=5, classes=names[:2], metrics=["f1"], values=[[0.25], [None]], keys=["val/acc_cat"]
         ),
-        Facts(title="FLOPs", facts=[("forward", f"{seed} kFLOP")], sentences=["Counted once."]),
+        Facts(title="FLOPs", facts=[("forward", f"{seed} kFLOP")], sentences=["Counted once."], section="cost"),
         Facts(title="Seed", facts=[("seed", str(seed))]),
-        Facts(title="Other metrics, val", facts=[("kappa", "0.5")]),
+        Facts(title="Other metrics, val", facts=[("kappa", "0.5")], section="metrics"),
         DeviceUse(rank=1, data_wait=3.0, rows=[("gpu1", "power w", "8 W", "9 W")], verdict=["All is well."]),
         DeviceUse(rank=0, data_wait=2.0, rows=[("gpu0", "power w", "6 W", "7 W")], verdict=["All is better."]),
         Pictures(
             title="Most confident mistakes (val)",
-            captions=["!a at 9%, is b", "c"],
+            captions=["a at 9%, is b", "!c"],
+            mistakes=[True],
             pictures=[PNG, PNG],
             note="Epoch 5.",
         ),
@@ -381,7 +382,7 @@ def test_mistakes_cost_devices_and_what_is_needed_to_repeat_the_run(seed):
     mistakes = found["Most confident mistakes (val)"]
     wrong, right = with_class(mistakes, "gallery")
     assert [(one.get("class"), words(one)) for one in wrong.iter("figure")] == [("wrong", "a at 9%, is b")]
-    assert [(one.get("class"), words(one)) for one in right.iter("figure")] == [(None, "c")]
+    assert [(one.get("class"), words(one)) for one in right.iter("figure")] == [(None, "!c")]
     assert [words(one) for one in mistakes.iter("h3")] == ["Predicted correctly"]
     assert [one.get("src") for one in mistakes.iter("img")] == [f"data:image/png;base64,{PNG}"] * 2
     assert words(mistakes).endswith("Epoch 5.")

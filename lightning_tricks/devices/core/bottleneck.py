@@ -192,9 +192,7 @@ def judge_wait(wait: WaitTotals, loaders: Sequence[Any], cores: int, cpu_utiliza
     if wait.n_batches < _FEWEST_BATCHES or wait.seconds <= 0:
         return []
     share = _percent(wait.lost / wait.seconds)
-    if waits_for_data(wait):
-        is_known = len(loaders) == 1 and isinstance(getattr(loaders[0], "num_workers", None), int)
-        remedy = _remedy(wait, loaders[0] if is_known else None, cores, cpu_utilization)
+    if remedy := find_remedy(wait, loaders, cores, cpu_utilization):
         return [f"Waited for data {share} of the time: the loader is the bottleneck; {remedy}."]
     if wait.idle is not None and wait.waited >= _BOTTLENECK * wait.seconds:
         share = _percent(wait.waited / wait.seconds)
@@ -207,8 +205,12 @@ def waits_for_data(wait: WaitTotals) -> bool:
     return wait.n_batches >= _FEWEST_BATCHES and wait.lost > 0 and wait.lost >= _BOTTLENECK * wait.seconds
 
 
-def _remedy(wait: WaitTotals, loader: Any, cores: int, cpu_utilization: float | None) -> str:
-    if loader is None:
+def find_remedy(wait: WaitTotals, loaders: Sequence[Any], cores: int, cpu_utilization: float | None = None) -> str:
+    """Return what to try against the wait, in words, or "" if it is short; the arguments are those of `judge_wait`."""
+    if not waits_for_data(wait):
+        return ""
+    loader: Any = loaders[0] if len(loaders) == 1 else None
+    if not isinstance(getattr(loader, "num_workers", None), int):
         return "load in worker processes, or make loading cheaper"
     lasting = getattr(loader, "persistent_workers", False)
     if wait.waited_first > wait.waited / 2 and loader.num_workers and not lasting:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,37 +22,43 @@ class Quantity:
     """One quantity that is measured again and again.
 
     Attributes:
+        words: Its name, for people, who read the unit beside the value.
         unit: Its unit, for people.
         logged: What of the values since the last log is logged: their mean, or the largest.
         field: The field of `Gpu` that tells it; empty for others.
         divisor: What the field's value is divided by.
+        decimals: The digits behind the point that people are shown.
         is_default: Whether it is summarized unless others are named.
         is_logged: Whether it is logged unless others are named.
     """
 
+    words: str
     unit: str
     logged: Literal["mean", "max"]
     field: str = ""
     divisor: int = 1
+    decimals: int = 0
     is_default: bool = False
     is_logged: bool = False
 
 
 QUANTITIES: Mapping[str, Quantity] = {
-    "gpu/utilization": Quantity("%", "mean", "utilization", is_default=True, is_logged=True),
-    "gpu/memory_used_gib": Quantity("GiB", "max", "memory_used", GIB, is_default=True, is_logged=True),
-    "gpu/peak_memory_gib": Quantity("GiB", "max", is_default=True),
-    "gpu/temperature": Quantity("°C", "max", "temperature", is_default=True),
-    "gpu/power_w": Quantity("W", "mean", "power", is_default=True),
-    "gpu/data_wait": Quantity("%", "mean"),
-    "gpu/throttled": Quantity("%", "mean"),
-    "gpu/memory_utilization": Quantity("%", "mean", "memory_utilization"),
-    "gpu/sm_clock_mhz": Quantity("MHz", "mean", "sm_clock"),
-    "gpu/fan": Quantity("%", "max", "fan"),
-    "host/cpu_utilization": Quantity("%", "mean", is_default=True, is_logged=True),
-    "host/ram_used_gib": Quantity("GiB", "max", is_default=True),
-    "host/data_wait": Quantity("%", "mean", is_default=True, is_logged=True),
-    "host/process_ram_gib": Quantity("GiB", "max"),
+    "gpu/utilization": Quantity("utilization", "%", "mean", "utilization", is_default=True, is_logged=True),
+    "gpu/memory_used_gib": Quantity(
+        "memory used", "GiB", "max", "memory_used", GIB, 1, is_default=True, is_logged=True
+    ),
+    "gpu/peak_memory_gib": Quantity("peak memory", "GiB", "max", decimals=1, is_default=True),
+    "gpu/temperature": Quantity("temperature", "°C", "max", "temperature", is_default=True),
+    "gpu/power_w": Quantity("power", "W", "mean", "power", is_default=True),
+    "gpu/data_wait": Quantity("data wait", "%", "mean"),
+    "gpu/throttled": Quantity("throttled", "%", "mean"),
+    "gpu/memory_utilization": Quantity("memory utilization", "%", "mean", "memory_utilization"),
+    "gpu/sm_clock_mhz": Quantity("SM clock", "MHz", "mean", "sm_clock"),
+    "gpu/fan": Quantity("fan", "%", "max", "fan"),
+    "host/cpu_utilization": Quantity("CPU utilization", "%", "mean", is_default=True, is_logged=True),
+    "host/ram_used_gib": Quantity("RAM used", "GiB", "max", decimals=1, is_default=True),
+    "host/data_wait": Quantity("data wait", "%", "mean", is_default=True, is_logged=True),
+    "host/process_ram_gib": Quantity("process RAM", "GiB", "max", decimals=1),
 }
 DEFAULT_KEYS = tuple(key for key, quantity in QUANTITIES.items() if quantity.is_default)
 LOGGED_KEYS = tuple(key for key, quantity in QUANTITIES.items() if quantity.is_logged)
@@ -144,6 +149,8 @@ class DeviceSummary:
         maxima: Key -> the largest of its values.
         energy: Name of a GPU -> the energy of the whole run in kWh.
         verdict: Sentences about the bottleneck, and what to try.
+        keeps_up: Whether the loader keeps up with the device, although the host may wait; None if it is unknown.
+        remedy: What would make loading faster, in words, or "".
     """
 
     rank: int
@@ -154,25 +161,23 @@ class DeviceSummary:
     maxima: Mapping[str, float] = field(default_factory=dict)
     energy: Mapping[str, float] = field(default_factory=dict)
     verdict: Sequence[str] = ()
+    keeps_up: bool | None = None
+    remedy: str = ""
 
 
 def device_use(summary: DeviceSummary) -> DeviceUse:
     """Return what one rank's devices did, as texts for a report."""
-    rows = [(device, _words(name), mean, most) for device, name, mean, most in _rows(summary)]
+    rows = [(device, quantity.words, mean, most) for device, quantity, _, mean, most in _rows(summary)]
     energy = [(name, "energy", f"{used:.3g} kWh", "") for name, used in summary.energy.items()]
     wait = summary.means.get("host/data_wait")
-    return DeviceUse(rank=summary.rank, data_wait=wait, rows=[*rows, *energy], verdict=list(summary.verdict))
-
-
-def _words(name: str) -> str:
-    """Return the name of a quantity, of which the unit stands beside the value, for people.
-
-    Examples:
-        >>> _words("ram_used_gib"), _words("power_w")
-        ('RAM used', 'power')
-    """
-    words = re.sub("_(gib|w|mhz)$", "", name).split("_")
-    return " ".join(word.upper() if word in ("cpu", "ram", "sm") else word for word in words)
+    return DeviceUse(
+        rank=summary.rank,
+        data_wait=wait,
+        rows=[*rows, *energy],
+        verdict=list(summary.verdict),
+        keeps_up=summary.keeps_up,
+        remedy=summary.remedy,
+    )
 
 
 def device_report(ranks: Sequence[DeviceSummary]) -> Group:
@@ -203,7 +208,7 @@ def _table(ranks: Sequence[DeviceSummary]) -> Table:
         table.add_column(name, justify="right")
     for summary in ranks:
         before = ""
-        for device, name, *numbers in _rows(summary):
+        for device, _, name, *numbers in _rows(summary):
             labels = [str(summary.rank)] * several + [device]
             if device == before:
                 labels = [""] * len(labels)
@@ -215,17 +220,17 @@ def _table(ranks: Sequence[DeviceSummary]) -> Table:
     return table
 
 
-def _rows(summary: DeviceSummary) -> Iterator[tuple[str, str, str, str]]:
-    """Yield device, quantity, mean and maximum of each key."""
+def _rows(summary: DeviceSummary) -> Iterator[tuple[str, Quantity, str, str, str]]:
+    """Yield device, quantity, its name, mean and maximum of each key."""
     for key, mean in summary.means.items():
         device, _, name = key.partition("/")
         label = f"{device} {summary.products.get(device, '')}".rstrip()
-        yield label, name, _with_unit(mean, key), _with_unit(summary.maxima[key], key)
+        quantity = quantity_of(key)
+        yield label, quantity, name, _with_unit(mean, quantity), _with_unit(summary.maxima[key], quantity)
 
 
-def _with_unit(value: float, key: str) -> str:
-    unit = quantity_of(key).unit
-    return f"{value:.1f} {unit}" if unit == "GiB" else f"{value:.0f} {unit}"
+def _with_unit(value: float, quantity: Quantity) -> str:
+    return f"{value:.{quantity.decimals}f} {quantity.unit}"
 
 
 def _sentences(ranks: Sequence[DeviceSummary]) -> list[str]:

@@ -12,7 +12,7 @@ import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.devices.core.gpu import Gpu, MigSlice, list_gpus
@@ -80,7 +80,7 @@ def visible_devices(value: str | None, gpus: Sequence[Gpu]) -> list[VisibleDevic
     found: list[VisibleDevice] = []
     kind = _kind(value)
     for part in value.split(","):
-        matches = list(_MATCHES[kind](part, gpus)) if _kind(part) == kind else []
+        matches = list(kind.matches(part, gpus)) if _kind(part) == kind else []
         if len(matches) != 1:
             _refuse(value, part, *_what_is_wrong(part, kind, matches, found), gpus)
         if matches[0] in found:
@@ -91,12 +91,11 @@ def visible_devices(value: str | None, gpus: Sequence[Gpu]) -> list[VisibleDevic
 
 def _named_by_index(value: str | None) -> bool:
     """Return whether the order of the GPUs of the machine decides what CUDA sees."""
-    return value is None or _kind(value) == "an index"
+    return value is None or _kind(value) is _INDEX
 
 
-def _kind(part: str) -> str:
-    prefix = part[:4]
-    return {"GPU-": "a UUID of a GPU", "MIG-": "a UUID of a MIG slice"}.get(prefix, "an index")
+def _kind(part: str) -> _Kind:
+    return {"GPU-": _GPU, "MIG-": _SLICE}.get(part[:4], _INDEX)
 
 
 def _by_index(part: str, gpus: Sequence[Gpu]) -> Iterator[VisibleDevice]:
@@ -118,26 +117,30 @@ def _by_slice(part: str, gpus: Sequence[Gpu]) -> Iterator[VisibleDevice]:
                 yield VisibleDevice(gpu, piece)
 
 
-_MATCHES: dict[str, Callable[[str, Sequence[Gpu]], Iterator[VisibleDevice]]] = {
-    "an index": _by_index,
-    "a UUID of a GPU": _by_uuid,
-    "a UUID of a MIG slice": _by_slice,
-}
+class _Kind(NamedTuple):
+    """How a part of the variable names a device: in words, and by which devices it finds."""
+
+    words: str
+    matches: Callable[[str, Sequence[Gpu]], Iterator[VisibleDevice]]
+
+
+_INDEX, _GPU = _Kind("an index", _by_index), _Kind("a UUID of a GPU", _by_uuid)
+_SLICE = _Kind("a UUID of a MIG slice", _by_slice)
 
 
 def _what_is_wrong(
-    part: str, kind: str, matches: Sequence[VisibleDevice], before: Sequence[VisibleDevice]
+    part: str, kind: _Kind, matches: Sequence[VisibleDevice], before: Sequence[VisibleDevice]
 ) -> tuple[str, str]:
     """Return the problem with a part, and what CUDA would do."""
     if matches:
         names = " and ".join(match.label for match in matches)
         return f"is ambiguous, as the UUIDs of {names} begin with it", _would_see(before)
     if _kind(part) != kind:
-        return f"is not {kind}, as the first part is", _would_see(before)
+        return f"is not {kind.words}, as the first part is", _would_see(before)
     number = re.match(r"\s*\+?[0-9]+", part)
-    if kind == "an index" and number is None:
+    if kind is _INDEX and number is None:
         return "is neither an index nor a UUID", _would_see(before)
-    if kind == "an index" and number and not part.strip().isdecimal():
+    if kind is _INDEX and number and not part.strip().isdecimal():
         return "is not an index", f"read it as {int(number[0])}"
     return "is not a GPU of this machine", _would_see(before)
 

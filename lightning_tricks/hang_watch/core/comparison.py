@@ -14,7 +14,7 @@ from typing import Any
 from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.files import open_file
 from lightning_tricks._shared.text import list_names, printable
-from lightning_tricks.hang_watch.core.record import ENDED, MOVED_ON, PREVIOUS, RECORD_SUFFIX, STACKS_SUFFIX, read_record
+from lightning_tricks.hang_watch.core.record import PREVIOUS, RECORD_SUFFIX, STACKS_SUFFIX, read_record
 
 _MAX_BYTES = 2**20  # of a file of stacks, from its end
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
@@ -56,7 +56,7 @@ def compare_ranks(folder: str | os.PathLike[str]) -> HangReport:
     if not path.is_dir():
         raise FileNotFoundError(f"There is no folder {folder}. Give the dirpath of HangWatch.")
     found = {file.with_suffix(STACKS_SUFFIX): read_record(file) for file in path.glob(f"rank*{RECORD_SUFFIX}")}
-    ranks = [{**rank, **_last_stacks(file, rank.get("thread", 0))} for file, rank in found.items()]
+    ranks = [{**rank, **_last_stacks(file, rank)} for file, rank in found.items()]
     if not ranks:
         earlier = f" Files of an earlier start are in {path / PREVIOUS}." if (path / PREVIOUS).is_dir() else ""
         raise FileNotFoundError(
@@ -70,7 +70,7 @@ def compare_ranks(folder: str | os.PathLike[str]) -> HangReport:
     before = f", {count} did before" if (count := sum(bool(rank["earlier"]) for rank in ranks)) else ""
     findings = [f"{standing} of {world_size} ranks stood still for {ranks[0]['timeout']:g} s{before}."]
     findings += [f"There is no record of {_ranks(missing)}."] if missing else []
-    running = [rank for rank in ranks if not rank["hook"].startswith(ENDED)]
+    running = [rank for rank in ranks if not rank["ended"]]
     ended = [rank["rank"] for rank in ranks if rank not in running]
     findings += [f"Ended: {_ranks(ended)}."] if ended and running else []
     least = min(((rank["batches"], rank["moves"]) for rank in running), default=None)
@@ -122,16 +122,17 @@ def _own_frame(frames: list[tuple[str, int, str]]) -> str:
     return f"{function} ({Path(path).name}:{line})"
 
 
-def _last_stacks(path: Path, thread: int) -> dict[str, Any]:
-    """Return the calls of a thread, or else of the main one, where a rank stood still, and whether it still does."""
-    last = ""
+def _last_stacks(path: Path, rank: dict[str, Any]) -> dict[str, Any]:
+    """Return the calls of its thread, or else of the main one, where a rank stood still, and whether it still does."""
+    last, size, thread = "", 0, rank.get("thread", 0)
     if path.is_file():
         with open_file(path) as file:
-            file.seek(max(0, path.stat().st_size - _MAX_BYTES))
+            size = path.stat().st_size
+            file.seek(max(0, size - _MAX_BYTES))
             last = file.read(_MAX_BYTES).decode(errors="replace").rpartition("Timeout (")[2]
     threads = re.split(r"^Thread 0x0*", last, flags=re.MULTILINE)
     calls = next((calls for calls in threads if calls.startswith(f"{thread:x} ")), threads[-1])  # the main one is last
     frames = [(name, int(line), function) for name, line, function in _FRAME.findall(calls)]
-    if moved_on := re.search(rf"{MOVED_ON} (.*)\.", last):
-        return {"frames": [], "earlier": frames, "lasted": moved_on[1]}
+    if size and size <= rank["stacks_size"]:
+        return {"frames": [], "earlier": frames, "lasted": f"{rank['stood']} s, at {rank['stood_at']}"}
     return {"frames": frames, "earlier": [], "lasted": ""}

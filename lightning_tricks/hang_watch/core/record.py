@@ -17,9 +17,7 @@ from typing import Any
 from lightning_tricks._shared.files import open_file
 
 RECORD_SUFFIX, STACKS_SUFFIX, PREVIOUS = ".hang", ".stacks", "previous"
-MOVED_ON = "The rank moved on after"
-ENDED = "the end of its run"  # the place of a rank that has ended, in words
-_COUNTERS = ("moves", "epoch", "batch", "step", "batches", "backwards", "key")
+_COUNTERS = ("moves", "epoch", "batch", "step", "batches", "backwards", "key", "ended", "stood", "stacks_size")
 _MOST_RANKS = 2**20
 _SIZE, _HEAD = 2**16, 2**9  # bytes: of all; and of time, counters and hook, which each move writes
 
@@ -67,6 +65,7 @@ class RankRecord:
         self._epochs: dict[str, int] = {}  # how many epochs of a stage have begun
         self._keys: dict[tuple[str, int, str], int] = {}  # stage, epoch and name -> index
         self._hook, self._key = "start", -1  # where it is, and the index of what was logged last
+        self._ended, self._stood, self._stood_at, self._size = False, 0, "start", 0
         record, stacks = self._paths = [folder / f"rank{about['rank']}{s}" for s in (RECORD_SUFFIX, STACKS_SUFFIX)]
         self._new_folder = () if folder.exists() else (folder,)
         folder.mkdir(parents=True, exist_ok=True)
@@ -80,7 +79,7 @@ class RankRecord:
         with record.open("xb+") as file:
             file.truncate(_SIZE)
             self._memory = mmap.mmap(file.fileno(), _SIZE)
-        self._stacks, self._size = stacks.open("x", encoding="utf-8"), 0
+        self._stacks = stacks.open("x", encoding="utf-8")
         self._write_names()
         self._moved, self._ticked = time.time(), time.monotonic()  # the first is shown; somebody may set that clock
         self._write()
@@ -103,9 +102,10 @@ class RankRecord:
         if self._stacks_size() == self._size:
             return 0.0
         stood = self._ticked - before
-        self._stacks.write(f"\n{MOVED_ON} {stood:.0f} s, at {place}.\n\n")
+        self._stacks.write(f"\nThe rank moved on after {stood:.0f} s, at {place}.\n\n")
         self._stacks.flush()
-        self._size = self._stacks_size()
+        self._stood, self._stood_at, self._size = round(stood), place, self._stacks_size()
+        self._write()
         return stood
 
     def log(self, stage: str, name: str) -> None:
@@ -133,7 +133,7 @@ class RankRecord:
             _WATCHING.remove(self)
         for record in _WATCHING[-1:]:  # of a Trainer within which this one ran
             record._start_timer()
-        self._hook, self._moved = f"{ENDED}{self.ended_by}", time.time()
+        self._ended, self._hook, self._moved = True, f"the end of its run{self.ended_by}", time.time()
         self._write()
         self._stacks.close()
         self._memory.close()
@@ -147,13 +147,14 @@ class RankRecord:
         """Remove the files of all ranks of the folder, unless one is still there or has stood still."""
         paths = [self._paths[0].with_name(f"rank{rank}{RECORD_SUFFIX}") for rank in range(self._about["world_size"])]
         found = [path for path in paths if path.is_file()]  # the ranks of other nodes may have folders of their own
-        if all(not _has_stacks(path) and read_record(path)["hook"].startswith(ENDED) for path in found):
+        if all(not _has_stacks(path) and read_record(path)["ended"] for path in found):
             for path in (*found, *(path.with_suffix(STACKS_SUFFIX) for path in found)):
                 path.unlink(missing_ok=True)
 
     def _write(self) -> None:
         counters = f"{self.moves} {self.epoch} {self.batch} {self.step} {self.batches} {self.backwards} {self._key}"
-        self._memory[:_HEAD] = f"{self._moved} {counters} {self._hook}".encode().ljust(_HEAD)
+        stood = f"{self._ended:d} {self._stood} {self._size} {self._stood_at}"
+        self._memory[:_HEAD] = f"{self._moved} {counters} {stood} {self._hook}".encode().ljust(_HEAD)
 
     def _start_timer(self) -> None:
         faulthandler.dump_traceback_later(self._timeout, file=self._stacks)
@@ -177,8 +178,9 @@ def _has_stacks(record: Path) -> bool:
 def read_record(path: Path) -> dict[str, Any]:
     """Return what a rank has written: what it is about, when it moved, counters, the names of hook and logged value.
 
-    `keys` are the stage, the number of the epoch and the name of each value that was logged in this epoch of a stage or
-    the one before; `epochs` are the numbers of epochs that have begun, by stage.
+    Where the rank stood still and moved on, `stood` has the seconds, `stood_at` the hook, and `stacks_size` the size of
+    its file of stacks then. `keys` are the stage, the number of the epoch and the name of each value that was logged in
+    this epoch of a stage or the one before; `epochs` are the numbers of epochs that have begun, by stage.
 
     Raises:
         ValueError: If the file is no such record.
@@ -187,12 +189,12 @@ def read_record(path: Path) -> dict[str, Any]:
     with open_file(path) as file:
         data = file.read(_SIZE).decode("ascii", "replace")
     try:
-        moved, *numbers, hook = data[:_HEAD].rstrip().split(" ", len(_COUNTERS) + 1)
+        moved, *numbers, stood_at, hook = data[:_HEAD].rstrip().split(" ", len(_COUNTERS) + 2)
         place: dict[str, Any] = dict(zip(_COUNTERS, map(int, numbers), strict=True))
         found, _ = json.JSONDecoder().raw_decode(data[_HEAD:])
         logged = dict(enumerate(found["keys"])).get(place["key"], ("", 0, ""))[2]
         if not 0 <= found["rank"] < found["world_size"] < _MOST_RANKS:
             raise ValueError
-        return {**found, **place, "moved": float(moved), "hook": hook, "key": logged}
+        return {**found, **place, "moved": float(moved), "hook": hook, "stood_at": stood_at, "key": logged}
     except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
         raise ValueError(f"{os.fspath(path)} is not a record of HangWatch.") from error

@@ -274,9 +274,8 @@ def _check_duration(name: str, value: object, *, zero: bool = False, fraction: b
         TypeError: If it is neither a number nor a text.
         ValueError: If it is out of range.
     """
-    must = (
-        f'{name} must be a whole number{" or a fraction" * fraction} > 0, or a string such as "500 steps" or "2 epochs"'
-    )
+    whole = "a whole number or a fraction" if fraction else "a whole number"
+    must = f'{name} must be {whole} > 0, or a string such as "500 steps" or "2 epochs"'
     if isinstance(value, str):
         amount = _parse_duration(name, value)[0]
     elif isinstance(value, bool) or not isinstance(value, int | float):

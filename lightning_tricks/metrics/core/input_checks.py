@@ -29,9 +29,10 @@ def check_batch(inputs: Mapping[str, Any], groups: Sequence[MetricGroup], tasks:
     for group in groups:
         missing = sorted(group.required_inputs - inputs.keys())
         if missing:
-            keys = ", ".join(repr(key) for key in group.members) or "the curves"
+            keys = dict.fromkeys(repr(key) for key, _ in group.members)
+            needs = f"{', '.join(keys) or 'the curves'} {'needs' if len(keys) == 1 else 'need'}"
             raise ValueError(
-                f"{keys} {'needs' if len(group.members) == 1 else 'need'} {_listed(missing)}, but got "
+                f"{needs} {_listed(missing)}, but got "
                 f"{_listed(inputs) or 'nothing'}. Return a dict with it from the step, or give "
                 "output_transform=(outputs, batch, stage) -> dict."
             )

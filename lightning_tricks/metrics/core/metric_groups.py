@@ -20,6 +20,7 @@ from lightning_tricks.metrics.core.metric_table import (
     update_arguments,
 )
 
+MemberKey = tuple[str, bool]
 State = Any  # of tensors, lists and dicts of tensors and whole numbers
 
 
@@ -27,10 +28,10 @@ class MetricGroup(ABC):
     """Metrics that are computed from one statistic, which is updated once for all of them.
 
     Args:
-        members: The metrics, by key.
+        members: The metrics, by key, and by whether they compute the values of single classes.
 
     Attributes:
-        members: The metrics, by key.
+        members: The metrics, by key, and by whether they compute the values of single classes.
         required_inputs: The names of the arguments that an update needs.
         accepted_inputs: The names of the arguments that an update accepts.
         can_concat_batches: Whether an update with concatenated batches gives the same result as one for each batch.
@@ -38,7 +39,7 @@ class MetricGroup(ABC):
 
     can_concat_batches = True
 
-    def __init__(self, members: Mapping[str, Metric]) -> None:
+    def __init__(self, members: Mapping[MemberKey, Metric]) -> None:
         self.members = dict(members)
         names = [update_arguments(metric) for metric in members.values()]
         self.required_inputs = set().union(*(required for required, _ in names))
@@ -122,7 +123,7 @@ class CountsGroup(MetricGroup):
 class ConfusionMatrixGroup(CountsGroup):
     """Metrics that are computed from one confusion matrix of whole numbers, which is counted without host reads."""
 
-    def __init__(self, members: Mapping[str, Metric]) -> None:
+    def __init__(self, members: Mapping[MemberKey, Metric]) -> None:
         super().__init__(members)
         first = next(iter(self.members.values()))
         self.task = cast(Task, task_of(first))
@@ -215,7 +216,7 @@ class CatGroup(MetricGroup):
 
     names: tuple[str, ...]
 
-    def __init__(self, members: Mapping[str, Metric]) -> None:
+    def __init__(self, members: Mapping[MemberKey, Metric]) -> None:
         super().__init__(members)
         self.load([])
 
@@ -279,7 +280,7 @@ class CurveGroup(CatGroup):
 
     names = ("preds", "target")
 
-    def __init__(self, members: Mapping[str, Metric]) -> None:
+    def __init__(self, members: Mapping[MemberKey, Metric]) -> None:
         super().__init__(members)
         self._kind = cast(Task, task_of(next(iter(members.values())))).kind
 

@@ -10,14 +10,14 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_tricks._shared.tensors import to_double
-from lightning_tricks.metrics.core.metric_groups import MetricGroup, State, joined_rows, set_states
+from lightning_tricks.metrics.core.metric_groups import MemberKey, MetricGroup, State, joined_rows, set_states
 from lightning_tricks.metrics.core.metric_table import can_concat_batches, metrics_in, task_of
 
 
 class SharedStateGroup(MetricGroup):
     """A metric that updates itself, and others with the same states, which are copied from it."""
 
-    def __init__(self, members: Mapping[str, Metric]) -> None:
+    def __init__(self, members: Mapping[MemberKey, Metric]) -> None:
         super().__init__(members)
         self._updated = next(iter(self.members.values()))
         self._task = task_of(self._updated)

@@ -57,7 +57,7 @@ class MetricSuite:
 
     def __init__(self, metrics: Any, class_names: Sequence[str] | None = None, *, curves: bool = False) -> None:
         entries = metric_table.metric_entries(metrics, class_names)
-        self._entries = {entry.key + "/*" * entry.is_per_class: entry for entry in entries}
+        self._entries = {(entry.key, entry.is_per_class): entry for entry in entries}
         with outside_inference_mode():  # states that a validation makes could be changed in inference mode alone
             groups = group_metrics({name: entry.metric for name, entry in self._entries.items()})
         self._metrics = {name: metric for group in groups for name, metric in group.members.items()}
@@ -262,9 +262,9 @@ class MetricSuite:
                     metric.to(device)
 
 
-def group_metrics(metrics: Mapping[str, Metric]) -> list[metric_groups.MetricGroup]:
+def group_metrics(metrics: Mapping[metric_groups.MemberKey, Metric]) -> list[metric_groups.MetricGroup]:
     """Put copies of metrics, reset, into groups that share one statistic each."""
-    members_by_key: dict[Any, dict[str, Metric]] = {}
+    members_by_key: dict[Any, dict[metric_groups.MemberKey, Metric]] = {}
     for name, metric in metrics.items():
         member = copy.deepcopy(metric)
         member.reset()

@@ -111,8 +111,10 @@ class ModelReportSummary:
         )
         drop = ("dtype", "std", "trains", "grad norm", "mean", "shape")
         table = FittingTable(drop=drop, notes=f"memory: {memory}", title=f"Parameters of {self.model}")
-        for heading in ("parameter", "shape", "dtype", "trains", "mean", "std", "grad norm"):
-            table.add_column(heading, justify="right" if heading in ("mean", "std", "grad norm") else "left")
+        for heading in ("parameter", "shape", "dtype", "trains"):
+            table.add_column(heading)
+        for heading in ("mean", "std", "grad norm"):
+            table.add_column(heading, justify="right")
         for row in self.parameters:
             numbers = ["" if n is None else f"{n:.3g}" for n in (row.mean, row.std, row.grad_norm)]
             shape = "lazy" if row.shape is None else format_shape(row.shape) or "scalar"

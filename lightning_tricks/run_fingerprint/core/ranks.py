@@ -114,7 +114,7 @@ def _grouped(ranks: Iterable[int], values: Mapping[int, Any]) -> list[tuple[int,
 
 
 def _named(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {list_names(map(str, ranks), 8)}"
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {list_names(map(str, ranks), 8)}"
 
 
 def compare_ranks(records: Sequence[FingerprintRecord]) -> RankComparison:

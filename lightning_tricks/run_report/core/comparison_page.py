@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from lightning_tricks._shared.report_parts import Facts
@@ -14,13 +14,13 @@ from lightning_tricks.run_report.core.rendering import render
 from lightning_tricks.run_report.core.svg import Figure, Line, line_chart
 
 _MOST_ROWS, _LONGEST_NAME = 300, 300
-_TOLD_BY = {  # facts -> the settings that tell them, too, if they are recorded
-    "optimizer (trainer)": "optimizer 0",
-    "schedulers (trainer)": "scheduler 0",
-    "training batch size (data)": "train_dataloader.batch_size",
-    "training workers (data)": "train_dataloader.num_workers",
-    "validation batch size (data)": "val_dataloaders.batch_size",
-    "validation workers (data)": "val_dataloaders.num_workers",
+_TOLD_BY = {  # facts -> the settings that tell them, too, if they are recorded; of a second optimizer, that of its name
+    ("trainer", "optimizer"): "optimizer 0",
+    ("trainer", "schedulers"): "scheduler 0",
+    ("data", "training batch size"): "train_dataloader.batch_size",
+    ("data", "training workers"): "train_dataloader.num_workers",
+    ("data", "validation batch size"): "val_dataloaders.batch_size",
+    ("data", "validation workers"): "val_dataloaders.num_workers",
 }
 Runs: TypeAlias = tuple[RunRecord, RunRecord]
 
@@ -55,15 +55,16 @@ def comparison_page(first: RunRecord, second: RunRecord, names: Sequence[str] = 
     )
 
 
-def settings_of(record: RunRecord) -> dict[str, str]:
-    """Return all that a run was told or depends on, by name."""
+def settings_of(record: RunRecord, told: Collection[str] = ()) -> dict[str, str]:
+    """Return all that a run was told or depends on, by name, without facts about the Trainer that are told already."""
     groups = {"hyper-parameter": record.arguments, "trainer": record.trainer, "data": record.data}
-    found = {f"{name} ({group})": text for group, facts in groups.items() for name, text in facts}
     settings = dict(record.settings)
-    for name in [name for name in found if name in _TOLD_BY or name.startswith("optimizer ")]:
-        if _TOLD_BY.get(name, name.removesuffix(" (trainer)")) in settings:
-            del found[name]
-    found |= settings
+    found = {
+        f"{name} ({group})": text
+        for group, facts in groups.items()
+        for name, text in facts
+        if group == "hyper-parameter" or not (name in told or _TOLD_BY.get((group, name), name) in settings)
+    } | settings
     found |= {f"version of {name}": text for name, text in record.versions}
     if record.git is not None:
         found["git commit"] = record.git.commit[:12]
@@ -79,12 +80,14 @@ def differing_settings(first: RunRecord, second: RunRecord) -> list[tuple[str, s
     What only one run has, such as a callback, is one row without its arguments. An argument that only one run has is
     none if it is at its default.
     """
-    both = settings_of(first), settings_of(second)
+    orders = [run.setup.callbacks for run in (first, second)]
+    # that callbacks differ is told by their own rows, but for their order
+    is_told = all(orders) and first.settings and second.settings and _have_same_order(*orders)
+    both = [settings_of(run, ("callbacks",) if is_told else ()) for run in (first, second)]
     owners = [{prefix for name in settings for prefix in _prefixes(name)} for settings in both]
     known = [
-        {name.removesuffix(".type") for name in settings}
-        | {text for name, text in settings.items() if name.startswith("scheduler ")}
-        for settings in both
+        {name.removesuffix(".type") for name in settings} | {*(run.setup.schedulers or ())}
+        for run, settings in zip((first, second), both, strict=True)
     ]
     there = [own | names for own, names in zip(owners, known, strict=True)]
     lacking = ((owners[0] & known[0]) - there[1]) | ((owners[1] & known[1]) - there[0])
@@ -92,9 +95,7 @@ def differing_settings(first: RunRecord, second: RunRecord) -> list[tuple[str, s
     differing = []
     for name, left, right in _differing(*both):
         owner = next((prefix for prefix in _prefixes(name) if prefix in lacking), name)
-        # that callbacks differ is told by their own rows, but for their order
-        is_told = name == "callbacks (trainer)" and first.settings and second.settings and _have_same_order(left, right)
-        if name in (owner, f"{owner}.type") and owner not in defaults and not is_told:
+        if name in (owner, f"{owner}.type") and owner not in defaults:
             differing.append((owner, left, right))
     diffs = [run.git.diff if run.git is not None else "" for run in (first, second)]
     if diffs[0] != diffs[1]:
@@ -105,9 +106,8 @@ def differing_settings(first: RunRecord, second: RunRecord) -> list[tuple[str, s
     return differing
 
 
-def _have_same_order(*lists: str) -> bool:
+def _have_same_order(*names: Sequence[str]) -> bool:
     """Whether the names that two lists have in common stand in the same order."""
-    names = [text.split(", ") for text in lists]
     common = {*names[0]} & {*names[1]}
     return [name for name in names[0] if name in common] == [name for name in names[1] if name in common]
 

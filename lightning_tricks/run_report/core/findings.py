@@ -56,7 +56,7 @@ def skipped_steps(record: RunRecord) -> Iterator[Finding]:
 
     In true fp16 a GradScaler finds its scale by steps that overflow: a warning needs more than 1 % of them, and 10.
     """
-    is_scaled = dict(record.trainer).get("precision", "").startswith("16")
+    is_scaled = _precision(record).startswith("16")
     for part in record.parts_of(ClippedSteps):
         if part.skipped > (max(10, 0.01 * part.steps) if is_scaled else 0):
             share = format_percent(part.skipped / max(part.steps, 1))
@@ -124,16 +124,16 @@ def learning_rate(record: RunRecord) -> Iterator[Finding]:
     no slower than on average: rates that fall in stairs, or ever more slowly, have no end that a run could miss.
     """
     rates = [points for points in curves.learning_rates(record) if len(points) >= _FEWEST_STEPS]
-    schedulers = ", ".join(text for name, text in record.trainer if name.startswith("scheduler"))
-    optimizers = ", ".join(text for name, text in record.trainer if name.startswith("optimizer"))
-    if not rates or record.status != "finished" or "plateau" in schedulers.lower():  # which waits, rightly
+    setup, schedulers = record.setup, ", ".join(record.setup.schedulers or ())
+    is_known = setup.schedulers is not None and not setup.waits_for_plateau  # a plateau is waited for, rightly
+    if not rates or record.status != "finished" or not is_known:
         return
     if all(point.low == point.high == points[0].value for points in rates for point in points):
         shown = list(dict.fromkeys(format_number(points[0].value) for points in rates))
         said = f"The learning rate was {shown[0]}" if len(shown) == 1 else f"The learning rates were {', '.join(shown)}"
         if schedulers:
             yield note(f"{said} in all steps: {schedulers} never changed it.")
-        elif not _NEEDS_NO_SCHEDULE.search(optimizers):
+        elif not any(map(_NEEDS_NO_SCHEDULE.search, setup.optimizers)):
             yield note(f"{said} in all steps: a schedule that ends near 0 often gives a better model.")
     elif schedulers:
         for points in rates:
@@ -183,20 +183,18 @@ def data_wait(record: RunRecord) -> Iterator[Finding]:
     without the first, whose time includes the start.
     """
     uses = record.parts_of(DeviceUse)
-    told = [(part.data_wait or 0.0, " ".join(part.verdict)) for part in uses]
-    waits = [(share, verdict) for share, verdict in told if "keeps up" not in verdict]
+    waits = [(part.data_wait or 0.0, part.remedy) for part in uses if not part.keeps_up]
     if not uses:
         keys = [key for key in record.logged_keys() if re.fullmatch(r"gpu\d+/data_wait", key)]
         has_gpu = any(key.startswith("gpu") and "/" in key for key in record.logged_keys())
         for key in keys if has_gpu else ["host/data_wait"]:
             points = curves.finite(record.curve(key))[1:]
             waits += [(sum(point.value for point in points) / len(points), "")] if len(points) > 1 else []
-    share, verdict = max(waits, default=(0.0, ""))
+    share, remedy = max(waits, default=(0.0, ""))
     if share <= _MUCH_WAIT:
         return
-    remedy = re.search(r"bottleneck; (.*)", verdict)
     said = f"Training waited for data {format_percent(share / 100)} of the time"
-    yield warning(f"{said}: {remedy[1] if remedy else 'more workers, or cheaper loading, would make it faster.'}")
+    yield warning(f"{said}: {remedy or 'more workers, or cheaper loading, would make it faster'}.")
 
 
 def memory_grows(record: RunRecord) -> Iterator[Finding]:
@@ -227,7 +225,7 @@ def low_utilization(record: RunRecord) -> Iterator[Finding]:
     points = curves.finite(record.curve("flops/mfu"))[1:]
     usual = median([point.value for point in points]) if len(points) >= 5 else math.inf
     if usual < _LOW_UTILIZATION:
-        lower = "lower precision " if dict(record.trainer).get("precision", "32").startswith(("32", "64")) else ""
+        lower = "lower precision " if _precision(record).startswith(("32", "64")) else ""
         yield note(
             f"The model FLOPs utilization was {format_percent(usual)} (median of {len(points):,} values): larger "
             f"batches, {lower}or torch.compile may use the device better."
@@ -270,29 +268,20 @@ def uncommitted_changes(record: RunRecord) -> Iterator[Finding]:
 
 def limited_data(record: RunRecord) -> Iterator[Finding]:
     """A limit on batches left out a part of the data: fewer batches were used than the loader has."""
-    limits, batches = dict(record.trainer), dict(record.data)
-    names = (("limit_train_batches", "training"), ("limit_val_batches", "validation"))
-    overfit = limits.get("overfit_batches", "0")
-    if overfit not in ("0", "1"):  # the Trainer then sets both limits by it
+    limits, overfit = dict(record.trainer), record.setup.trainer.get("overfit_batches", 0)
+    if overfit not in (0, 1):  # the Trainer then sets both limits by it
         yield note(f"Only a part of the data was used in training and validation (overfit_batches={overfit}).")
-        return
-    found = [
-        f"{word} ({name}={limits[name]})"
-        for name, word in names
-        for used, _, there in [batches.get(f"{word} batches", "").partition(" of ")]
-        if limits.get(name, "1") not in ("1", "0 batches", "0", "None") and there not in (used, "unknown", "")
-    ]
-    if found:
+    elif found := [f"{stage} ({name}={limits.get(name)})" for name, stage in record.setup.left_out.items()]:
         yield note(f"Only a part of the data was used in {' and '.join(found)}.")
 
 
 def validation_never_ran(record: RunRecord) -> Iterator[Finding]:
     """The fit had data for validation, and ended without one."""
-    data, facts = dict(record.data), dict(record.trainer)
-    if record.status != "finished" or not record.step or "validation batches" not in data or record.validation_seconds:
+    setup, facts = record.setup, dict(record.trainer)
+    if record.status != "finished" or not record.step or not setup.has_validation or record.validation_seconds:
         return
-    promised, read = _training_batches(record), record.batches / max(record.epochs, 1)
-    if record.batches < (promised or 0) and facts.get("max_epochs") != str(record.epochs):
+    promised, read = setup.training_batches, record.batches / max(record.epochs, 1)
+    if record.batches < (promised or 0) and setup.trainer.get("max_epochs") != record.epochs:
         return  # it ended within the first epoch
     why = f"{record.epochs:,} epochs with check_val_every_n_epoch={facts.get('check_val_every_n_epoch')} and "
     why += f"val_check_interval={facts.get('val_check_interval')}"
@@ -304,10 +293,10 @@ def validation_never_ran(record: RunRecord) -> Iterator[Finding]:
 
 def accumulation(record: RunRecord) -> Iterator[Finding]:
     """Gradients were to be accumulated over more batches than an epoch has."""
-    asked, promised = dict(record.trainer).get("accumulate_grad_batches", ""), _training_batches(record)
+    asked, promised = record.setup.trainer.get("accumulate_grad_batches"), record.setup.training_batches
     read = record.batches / max(record.epochs, 1)
     is_finished = record.status == "finished" and 0 < record.step == record.epochs
-    if is_finished and asked.isdecimal() and max(read, promised or 0) < int(asked):
+    if is_finished and isinstance(asked, int) and max(read, promised or 0) < asked:
         yield warning(
             f"accumulate_grad_batches={asked} is more than the {format_number(read)} batches of an epoch, which ends "
             "with a step: no step was of that many."
@@ -319,13 +308,12 @@ def monitors(record: RunRecord) -> Iterator[Finding]:
 
     It is also told where the value was missing at the end, for twice as long as ever before.
     """
-    settings = dict(record.settings)
     for owner, key, is_known, steps in record.monitors:
         rows = [row for row in record.rows if key in row.values]
-        every = settings.get(f"{owner}.every_n_train_steps", "")
+        every = record.setup.every_n_train_steps.get(owner)
         epochs, values = [row.epoch for row in rows], sum(row.count for row in rows)
-        if every.isdecimal() and int(every) and rows:
-            steps = record.step // int(every) - rows[0].step // int(every)
+        if every and rows:
+            steps = record.step // every - rows[0].step // every
         elif rows:
             steps = min(steps, record.epochs - epochs[0])
         if not is_known:
@@ -351,10 +339,9 @@ def schedules(record: RunRecord) -> Iterator[Finding]:
             yield warning(f'{said}. Return it with "interval": "step" to step it after each optimizer step.')
 
 
-def _training_batches(record: RunRecord) -> int | None:
-    """Return the batches of an epoch that the Trainer expected, or None if unknown."""
-    number = dict(record.data).get("training batches", "").partition(" ")[0].replace(",", "")
-    return int(number) if number.isdecimal() else None
+def _precision(record: RunRecord) -> str:
+    """Return the precision by Lightning's name, such as "16-mixed"."""
+    return str(record.setup.trainer.get("precision", "32-true"))
 
 
 # One entry for each sentence that a report may say, in the order in which it says them

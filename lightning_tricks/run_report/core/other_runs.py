@@ -203,7 +203,7 @@ class Overview:
             # that of a killed run says "running", too
             "status": ["not ended" if record.status == "running" else record.status for record in records],
             "epochs": [f"{record.epochs:,}" for record in records],
-            "started": [format_time(record.started).removesuffix(" UTC") for record in records],
+            "started": [format_time(record.started, zone="") for record in records],
         }
         for key in self._others():
             columns[f"best {key}"] = [_shown(best_point(record.curve(key), self.sign_of(key))) for record in records]

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, repeat
 from typing import Any
 
 from lightning_tricks._shared import report_parts
@@ -264,13 +265,10 @@ def throughput(record: RunRecord) -> report_parts.Facts:
     return report_parts.Facts(title="Throughput", facts=list(facts.items()), sentences=verdicts)
 
 
-def _png_files(part: report_parts.Pictures) -> list[tuple[str, str]]:
-    """Return captions and pictures; what is no picture is left out."""
-    return [
-        (caption, picture)
-        for caption, picture in zip(part.captions, part.pictures, strict=False)
-        if len(picture) <= _MOST_PICTURE_BYTES and _BASE64.fullmatch(picture)
-    ]
+def _png_files(part: report_parts.Pictures) -> list[tuple[str, str, bool]]:
+    """Return captions, pictures and whether they show mistakes; what is no picture is left out."""
+    files = zip(part.captions, part.pictures, chain(part.mistakes, repeat(False)), strict=False)
+    return [file for file in files if len(file[1]) <= _MOST_PICTURE_BYTES and _BASE64.fullmatch(file[1])]
 
 
 def _device_uses(record: RunRecord) -> list[tuple[str, ...]]:

@@ -142,6 +142,33 @@ class GitState:
 
 
 @dataclass
+class RunSetup:
+    """What findings and comparisons decide by, of what a record tells people in texts.
+
+    Attributes:
+        callbacks: The classes of the callbacks.
+        optimizers: The classes of the optimizers.
+        schedulers: The classes of the schedulers, or None if they are unknown.
+        waits_for_plateau: Whether a scheduler waits until a value no longer improves.
+        trainer: What the Trainer was given, by argument, as far as findings ask for it.
+        every_n_train_steps: Of callbacks that act every so many steps, the label and that number.
+        training_batches: The batches of an epoch that the Trainer expected, or None if they are unknown.
+        has_validation: Whether there is data for validation.
+        left_out: The limits that leave out a part of the data: the argument, and the stage.
+    """
+
+    callbacks: list[str] = field(default_factory=list)
+    optimizers: list[str] = field(default_factory=list)
+    schedulers: list[str] | None = None
+    waits_for_plateau: bool = False
+    trainer: dict[str, int | float | str] = field(default_factory=dict)
+    every_n_train_steps: dict[str, int] = field(default_factory=dict)
+    training_batches: int | None = None
+    has_validation: bool = False
+    left_out: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
 class RunRecord:
     """The facts about one run.
 
@@ -163,6 +190,7 @@ class RunRecord:
         arguments: Name and text of each hyper-parameter.
         trainer: Name and text of each argument of the Trainer.
         data: Name and text of facts about the data.
+        setup: What findings and comparisons decide by, of the texts above; those are for people.
         versions: Name and version of libraries.
         settings: Name and text of all other settings, such as the arguments of callbacks.
         defaults: The names of the settings and hyper-parameters that have the default of their argument, or None.
@@ -196,6 +224,7 @@ class RunRecord:
     arguments: list[tuple[str, str]] = field(default_factory=list)
     trainer: list[tuple[str, str]] = field(default_factory=list)
     data: list[tuple[str, str]] = field(default_factory=list)
+    setup: RunSetup = field(default_factory=RunSetup)
     versions: list[tuple[str, str]] = field(default_factory=list)
     settings: list[tuple[str, str]] = field(default_factory=list)
     defaults: list[str] = field(default_factory=list)

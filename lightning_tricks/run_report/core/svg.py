@@ -167,7 +167,7 @@ def line_chart(
         may_be_log = False
     y = make_scale([*heights, *([rule[0]] if rule else [])], _BOTTOM, _TOP, may_be_log=may_be_log)
     whole = [value for value in x.ticks(6) if x.low <= value and value == int(value)]
-    parts = [_frame(x, y, whole, "step", y_label + " (log)" * y.is_log if y_label else "")]
+    parts = [_frame(x, y, whole, "step", f"{y_label} (log)" if y_label and y.is_log else y_label)]
     parts += [_curve(line, points, x, y) for line, points in drawn]
     if rule is not None and math.isfinite(rule[0]):
         height = y(rule[0])

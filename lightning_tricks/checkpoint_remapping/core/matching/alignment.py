@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_tricks._shared.text import format_shape, format_si, list_names
 from lightning_tricks.checkpoint_remapping.core.matching.matches import (
-    CONVERSION,
     FUSED,
     Match,
     Matching,
@@ -194,7 +193,8 @@ class Alignment:
             *columns, drop=("evidence", "why"), notes=self.diagnosis, title=self.summary(), title_justify="left"
         )
         for match in self.matches[:limit]:
-            shape = f", reshaped to {format_shape(match.shape)}" if match.shape else ", transposed" * match.transpose
+            shape = ", transposed" if match.transpose else ""
+            shape = f", reshaped to {format_shape(match.shape)}" if match.shape else shape
             # As texts of their own: rich would take brackets in a name for markup, and cut what does not fit.
             names = (Group(*map(FoldedName, of_side)) for of_side in (match.sources, match.targets))
             table.add_row(*names, Text(match.reason + shape), match.strength)
@@ -354,14 +354,14 @@ def diagnose(
 
 def _other_names(found: Matching) -> Iterable[str]:
     """Say how the names of another project were matched, and what is taken for granted."""
-    conversions = dict.fromkeys(match.reason for match in found.matches if match.reason.startswith(CONVERSION))
+    conversions = dict.fromkeys(match.reason for match in found.matches if match.is_conversion)
     if conversions:
         yield f"the names are another project's: {list_names(conversions)} was used"
         return
     yield (
         "the names are another project's: layers were matched by their order, their sizes and the words in their names"
     )
-    fused = sum(FUSED in match.reason for match in found.matches)
+    fused = sum(match.is_fused for match in found.matches)
     if fused:
         yield f"{fused} fused tensors are {FUSED}"
     weak = sum(match.strength == "weak" for match in found.matches)

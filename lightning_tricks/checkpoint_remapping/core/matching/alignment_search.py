@@ -18,7 +18,6 @@ from lightning_tricks.checkpoint_remapping.core.files.checkpoint import Checkpoi
 from lightning_tricks.checkpoint_remapping.core.matching.alignment import Alignment, describe_ambiguity, diagnose
 from lightning_tricks.checkpoint_remapping.core.matching.conversion import find_conversion
 from lightning_tricks.checkpoint_remapping.core.matching.matches import (
-    CONVERSION,
     Match,
     Matching,
     Mismatch,
@@ -250,7 +249,7 @@ class AlignmentSearch:
         found = self._best(named) if self._needs_structure(named.matching) else named.matching
         prefixes = named.prefixes if found is named.matching else None
         # A table says for each tensor which way round it is.
-        if not self.by_name and not any(match.reason.startswith(CONVERSION) for match in found.matches):
+        if not self.by_name and not any(match.is_conversion for match in found.matches):
             found = turn_squares(found, [*self._transposed_by_rules()], self.source_shapes, self.target_shapes)
         # A rule of a prefix does not transpose.
         prefixes = None if any(match.transpose for match in found.matches) else prefixes
@@ -313,7 +312,7 @@ class AlignmentSearch:
 
     def _result(self, found: Matching, prefixes: Prefixes | None, mismatched_names: list[tuple[str, str]]) -> Alignment:
         equal = [pair for pair in self.pinned.items() if self.source_shapes[pair[0]] == self.target_shapes[pair[1]]]
-        pinned = [Match((source,), (target,), reason="a rule") for source, target in equal]
+        pinned = [Match((source,), (target,), reason="a rule", is_plain=True) for source, target in equal]
         suggested = [match for match in found.matches if not self._is_taken(match)]
         found = Matching([*pinned, *filter(self._is_taken, found.matches)], found.ambiguous)
         sources, targets = found.sources(), found.targets()

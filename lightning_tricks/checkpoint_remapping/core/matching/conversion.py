@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from lightning_tricks.checkpoint_remapping.core.errors import AmbiguousAlignmentError
 from lightning_tricks.checkpoint_remapping.core.matching.conversion_tables import FAMILIES
-from lightning_tricks.checkpoint_remapping.core.matching.matches import CONVERSION, Match, Matching, Shape
+from lightning_tricks.checkpoint_remapping.core.matching.matches import Match, Matching, Shape
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import describe_families, is_computed
 
 Shapes = Mapping[str, Shape]
@@ -50,7 +50,8 @@ def find_conversion(source_shapes: Shapes, target_shapes: Shapes) -> Matching | 
                 queries = [tensor.name for tensor in given if {part.role for part in tensor.parts} & {"q", "k"}]
                 reordered = describe_families(family, source.order, target.order, queries)
             elif matches is not None:
-                return Matching([replace(match, reason=f"{CONVERSION} {family}") for match in matches])
+                why = f"the conversion of {family}"
+                return Matching([replace(match, reason=why, is_conversion=True) for match in matches])
     if reordered:
         raise AmbiguousAlignmentError(reordered)
     return None

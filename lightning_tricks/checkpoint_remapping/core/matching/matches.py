@@ -23,7 +23,6 @@ from lightning_tricks.checkpoint_remapping.core.rules import RemapRule
 Shape = tuple[int, ...]
 Prefixes = tuple[str, str]  # of the names in the file, and of those in the model; without the dot
 SAME_NAME = "the same name"
-CONVERSION = "the conversion of"  # how the reason of a match begins that a table of names made
 FUSED = "taken to be query, key and value, one after another"
 
 
@@ -41,6 +40,9 @@ class Match:
         strength: `"strong"` is evidence, which cannot be otherwise: rules, equal names, conversions, words of one
             meaning, sizes that no other layer has, and numbers and neighbors in the trunk; `"weak"` is a suggestion:
             lists beside the trunk, sizes alone, numbers behind different words, and layouts taken for granted.
+        is_plain: Whether a rule, or the same name, is all that there is to say.
+        is_conversion: Whether a table of names made it, and no rule beside it.
+        is_fused: Whether query, key and value are taken to be one after another.
     """
 
     sources: tuple[str, ...]
@@ -50,6 +52,9 @@ class Match:
     reason: str = ""
     strength: Literal["strong", "weak"] = "strong"
     sizes: tuple[int, ...] | None = None
+    is_plain: bool = False
+    is_conversion: bool = False
+    is_fused: bool = False
     _ruled: tuple[str, ...] = field(default=(), repr=False)  # the names that rules made of the sources
 
     @property
@@ -63,8 +68,8 @@ class Match:
             return self
         # A rule that fuses gives one name for several of the file, joined by this sign.
         names = tuple(origin for source in self.sources for origin in origins.get(source, source).split(FUSION))
-        reason = "a rule" if self.reason in ("a rule", SAME_NAME) else f"a rule, then {self.reason}"
-        return replace(self, sources=names, reason=reason, _ruled=self.sources)
+        reason = "a rule" if self.is_plain else f"a rule, then {self.reason}"
+        return replace(self, sources=names, reason=reason, is_conversion=False, _ruled=self.sources)
 
 
 @dataclass(frozen=True)

@@ -64,8 +64,8 @@ def match_by_name(
     if rivals:
         sides = [[f"{p}.*" if p else "*" for p in dict.fromkeys(side)] for side in zip(*rivals, strict=True)]
         return NameMatching(Matching(ambiguous=[(sides[0], sides[1])]), prefixes, mismatched)
-    matches = [Match((name,), (new,), reason=reason) for name, new in equal]
-    matches += [Match((name,), (new,), transpose=True, reason=reason) for name, new in turned]
+    matches = [Match((name,), (new,), reason=reason, is_plain=not prefix) for name, new in equal]
+    matches += [Match((name,), (new,), transpose=True, reason=reason, is_plain=not prefix) for name, new in turned]
     found = Matching(matches)
     return NameMatching(found, prefixes, mismatched)
 

@@ -198,7 +198,8 @@ def _matches_of_layers(source: Layer, target: Layer, reason: str, doubt: str = "
         new = None if got == wanted else wanted
         # Grouped queries: keys and values have fewer heads than queries, so that thirds would cut through them.
         sizes = tuple(part[0] for part in parts) if len({part[0] for part in parts}) > 1 else None
-        why = doubt or FUSED * bool(source.parts or target.parts)  # a name such as qkv says its order
+        is_fused = not doubt and bool(source.parts or target.parts)  # a name such as qkv says its order
+        why = FUSED if is_fused else doubt
         matches.append(
             Match(
                 sources,
@@ -208,6 +209,7 @@ def _matches_of_layers(source: Layer, target: Layer, reason: str, doubt: str = "
                 f"{reason}; {why}" if why else reason,
                 "weak" if doubt else "strong",
                 sizes,
+                is_fused=is_fused,
             )
         )
     return matches

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from functools import lru_cache
+from typing import NamedTuple
 
 from lightning_tricks._shared.text import list_names
 
@@ -102,6 +103,16 @@ def is_computed(name: str, shape: tuple[int, ...]) -> bool:
 
 # Orders of the elements in the weights of attention, in which projects differ where names and shapes may agree
 
+
+class _Special(NamedTuple):
+    """A pattern of the paths of layers with a special order of their elements, the usual order, and what it is of."""
+
+    pattern: str
+    usual: str
+    is_fused: bool = False
+    is_rotary: bool = False
+
+
 # Rotary embeddings rotate pairs of elements: neighbors, or the elements of two halves of a head
 NEIGHBORS, HALVES = "rotary pairs of neighbors", "rotary halves of each head"
 _BY_HEADS, _BY_PARTS = "query, key and value head by head", "query, key and value one after another"
@@ -110,12 +121,12 @@ _BY_GROUPS = "query, key and value by groups of heads, or one after another"
 _SPECIAL = {
     # GPT-NeoX and BLOOM of transformers view the output as heads of three (modeling_gpt_neox.py, `forward`), and so did
     # LitGPT before #1013: split in thirds, it loads, and is wrong.
-    _BY_HEADS: (r"(^|\.)(query_key_value|attn\.attn)$", _BY_PARTS),
+    _BY_HEADS: _Special(r"(^|\.)(query_key_value|attn\.attn)$", _BY_PARTS, is_fused=True),
     # InternLM2 keeps the queries of a group with their key and value; gpt-fast has one after another under the same
     # name.
-    _BY_GROUPS: (r"(^|\.)wqkv$", _BY_PARTS),
+    _BY_GROUPS: _Special(r"(^|\.)wqkv$", _BY_PARTS, is_fused=True),
     # Meta's Llama rotates pairs (2i, 2i + 1), transformers (i, i + d/2): transformers #25199.
-    NEIGHBORS: (r"(^|\.)w[qk]$", HALVES),
+    NEIGHBORS: _Special(r"(^|\.)w[qk]$", HALVES, is_rotary=True),
 }
 _FORMULAS = {
     (NEIGHBORS, HALVES): "w.view(heads, -1, 2, *w.shape[1:]).transpose(1, 2).reshape(w.shape)",
@@ -128,13 +139,17 @@ _FORMULAS = {
 @lru_cache(maxsize=65536)
 def element_order(path: str) -> str:
     """Return the special order of the elements of a layer's weights; empty for the usual one."""
-    return next((order for order, (pattern, _) in _SPECIAL.items() if re.search(pattern, path)), "")
+    return next((order for order, special in _SPECIAL.items() if re.search(special.pattern, path)), "")
 
 
 def orders_differ(source: str, target: str, certain: bool = False) -> bool:
     """Whether two names say that the elements are in different orders; certainly so, or where there are rotations."""
     one, other = map(_order_of_tensor, (source, target))
-    return one != other and not (certain and NEIGHBORS in (one, other))
+    return one != other and not (certain and _is_rotary(one, other))
+
+
+def _is_rotary(*orders: str) -> bool:
+    return any(order and _SPECIAL[order].is_rotary for order in orders)
 
 
 def _order_of_tensor(name: str) -> str:
@@ -146,9 +161,9 @@ def describe_orders(pairs: Iterable[tuple[str, str]]) -> str:
     for source, target in pairs:
         one, other = map(_order_of_tensor, (source, target))
         if one != other:
-            usual = _SPECIAL[one or other][1]
-            is_rotary = NEIGHBORS in (one, other)  # names alone do not say whether the model is
-            rotary = "if the model has rotary embeddings, " if is_rotary else ""
+            usual = _SPECIAL[one or other].usual
+            # names alone do not say whether the model is
+            rotary = "if the model has rotary embeddings, " if _is_rotary(one, other) else ""
             one, other = one or usual, other or usual
             return f"{rotary}{source} has {one}, {target} has {other}: {remedy(one, other)}"
     return ""
@@ -157,7 +172,7 @@ def describe_orders(pairs: Iterable[tuple[str, str]]) -> str:
 def describe_fused(names: Iterable[str]) -> str:
     """Return the sentence about a tensor that is not made of query, key and value one after another; empty if none."""
     orders = {name: _order_of_tensor(name) for name in names}
-    fused = [name for name, order in orders.items() if order in (_BY_HEADS, _BY_GROUPS)]
+    fused = [name for name, order in orders.items() if order and _SPECIAL[order].is_fused]
     return f"{fused[0]} has {orders[fused[0]]}: {remedy(orders[fused[0]], 'of parts')}" if fused else ""
 
 
