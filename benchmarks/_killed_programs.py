@@ -107,10 +107,7 @@ def under_lightning(with_auto_resume: bool) -> Program:
             accelerator="cpu",
             devices=1,
             max_epochs=EPOCHS,
-            callbacks=[
-                saves,
-                LambdaCallback(on_train_batch_start=lambda trainer, *_: kill(trainer.global_step)),
-            ],
+            callbacks=[saves, LambdaCallback(on_train_batch_start=lambda trainer, *_: kill(trainer.global_step))],
             logger=Means(folder),
             enable_checkpointing=not with_auto_resume,
             enable_progress_bar=False,

@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any
 from lightning_tricks._lightning_compat.flavor import (
     LIGHTNING,
     Callback,
+    DeepSpeedStrategy,
+    FSDPStrategy,
     LightningModule,
     MisconfigurationException,
+    ModelParallelStrategy,
     Trainer,
     other_flavor,
     rank_zero_info,
@@ -38,6 +41,10 @@ _STEP_HOOKS = (
     "on_predict_batch_start",
     "on_predict_batch_end",
 )
+
+# Each rank holds its part of the parameters; those of the first two, DeepSpeed and FSDP1, are flattened by others' code
+FLATTENING = (DeepSpeedStrategy, FSDPStrategy)
+SHARDING = (*FLATTENING, ModelParallelStrategy)
 
 
 def is_reported(trainer: Trainer) -> bool:
@@ -166,6 +173,17 @@ class TrickCallback(Callback):
         for name in _STEP_HOOKS:
             vars(self).pop(name, None)
         self.skip_hooks(*(name for name in _STEP_HOOKS if getattr(type(self), name) is getattr(Callback, name)))
+
+    def refuse_strategies(self, trainer: Trainer, kinds: tuple[type, ...], message: str) -> None:
+        """Raise an error if the strategy of a Trainer is one of some kinds.
+
+        Args:
+            trainer: The Trainer.
+            kinds: The kinds, such as `FLATTENING` or `SHARDING`.
+            message: The error, with "{}" for the name of the strategy.
+        """
+        if isinstance(trainer.strategy, kinds):
+            raise MisconfigurationException(message.format(type(trainer.strategy).__name__))
 
     def say(self, line: str) -> None:
         """Say something in the next block of lines: that at the start of training, or that at the end of the fit.

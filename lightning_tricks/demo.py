@@ -47,9 +47,7 @@ class Digits(LightningDataModule):
         """Return the test images."""
         return self._loader(self._splits[2])
 
-    def predict_dataloader(self) -> DataLoader[Any]:
-        """Return the test images."""
-        return self._loader(self._splits[2])
+    predict_dataloader = test_dataloader
 
     def _loader(self, split: Dataset[Any], shuffle: bool = False) -> DataLoader[Any]:
         return DataLoader(split, batch_size=self.batch_size, shuffle=shuffle, num_workers=self.num_workers)

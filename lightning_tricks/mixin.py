@@ -172,11 +172,7 @@ class TricksMixin(_Base):
         return {"optimizer": optimizer, "lr_scheduler": build_schedule(optimizer, schedule, self.trainer)}
 
     def save_hyperparameters(
-        self,
-        *args: Any,
-        ignore: Sequence[str] | str | None = None,
-        frame: FrameType | None = None,
-        logger: bool = True,
+        self, *args: Any, ignore: Sequence[str] | str | None = None, frame: FrameType | None = None, logger: bool = True
     ) -> None:
         """Save the arguments of `__init__` as Lightning does, with each `Tricks` as a plain dict."""
         caller = inspect.currentframe()

@@ -125,19 +125,11 @@ class TricksCLI(ConfigurationOnlyCLI):
         **options: Further arguments of LightningCLI.
     """
 
-    def __init__(
-        self,
-        model_class: Any = None,
-        datamodule_class: Any = None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, model_class: Any = None, datamodule_class: Any = None, **options: Any) -> None:
         for package in map(import_module, public_packages()):
             for name in dir(package):
                 getattr(package, name)  # jsonargparse knows the short names of classes that are imported
-        defaults = {
-            "save_config_callback": SaveConfigOnce,
-            "seed_everything_default": False,
-        }
+        defaults = {"save_config_callback": SaveConfigOnce, "seed_everything_default": False}
         super().__init__(model_class, datamodule_class, **{**defaults, **options})
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:

@@ -82,11 +82,18 @@ def _collect_garbage_once():
 
 @pytest.fixture(autouse=True)
 def _leave_no_trace(monkeypatch, tmp_path):
-    """Undo what a test does to the process: seeds, switches, environment, loggers, working directory."""
+    """Undo what a test does to the process: seeds, switches, environment, loggers, working directory, Ctrl+C.
+
+    A shell starts what it runs in the background with SIGINT ignored; Python then installs no handler, and what a test
+    starts inherits that. A test of Ctrl+C means a run in a terminal: each begins with Python's handler. Lightning too
+    lets a process ignore SIGINT, after a fit that KeyboardInterrupt has ended.
+    """
     monkeypatch.chdir(tmp_path)
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
     levels = {logger: logger.level for logger in map(logging.getLogger, ("lightning.pytorch", "lightning.fabric"))}
     with patch.dict(os.environ), isolated_seeding():
         yield
+    signal.signal(signal.SIGINT, interrupt)
     for logger, level in levels.items():
         logger.setLevel(level)
     for owner in (DataLoader, BatchSampler):

@@ -133,9 +133,7 @@ def _inner_name(checkpoint_io: Any) -> str | None:
 
 @contextmanager
 def checkpoint_contents_changed(
-    trainer: Trainer,
-    after_dump: Callable[[dict[str, Any]], object],
-    before_restore: Callable[[dict[str, Any]], object],
+    trainer: Trainer, after_dump: Callable[[dict[str, Any]], object], before_restore: Callable[[dict[str, Any]], object]
 ) -> Iterator[None]:
     """Let functions change the contents of checkpoints until the context is left, whoever writes and reads the files.
 

@@ -50,7 +50,8 @@ class FileLocks:
         """
         while True:
             descriptor = _open(path, self._mode)
-            inode = _inode(descriptor)
+            status = os.fstat(descriptor)
+            inode = status.st_dev, status.st_ino
             if inode in self.held.values():  # on Windows and without locks, a process could lock a file twice
                 os.close(descriptor)
                 return None
@@ -176,11 +177,6 @@ def lock_holder(path: Path) -> int | None:
     except (OSError, IndexError, ValueError):
         pass
     return None
-
-
-def _inode(descriptor: int) -> tuple[int, int]:
-    status = os.fstat(descriptor)
-    return status.st_dev, status.st_ino
 
 
 def _open(path: Path, mode: int | None) -> int:

@@ -100,6 +100,11 @@ def clone_tensors(value: Any, device: torch.device | str | None = None) -> Any:
     return tree_map_only(Tensor, clone, value)
 
 
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a module by name, tied ones by their first name."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
 def parameters_of(optimizer: Any) -> list[Tensor]:
     """Return the parameters of an optimizer, in the order of their numbers in its state dict."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -16,13 +16,7 @@ with needs_private("RunFingerprint"):
 with needs_private("lightning_tricks"):
     from torch.utils._pytree import tree_map, tree_map_only
 
-__all__ = [
-    "negative_view",
-    "outside_transforms",
-    "tensor_version",
-    "tree_map",
-    "tree_map_only",
-]
+__all__ = ["negative_view", "outside_transforms", "tensor_version", "tree_map", "tree_map_only"]
 
 
 @contextmanager

@@ -48,11 +48,7 @@ class LoggerState:
     """
 
     def __init__(
-        self,
-        loggers: Sequence[Any],
-        private: Path,
-        processes: Iterable[Mapping[str, Any]],
-        own: Path | None = None,
+        self, loggers: Sequence[Any], private: Path, processes: Iterable[Mapping[str, Any]], own: Path | None = None
     ) -> None:
         self._own = own and own.absolute()
         # At an address nothing can be truncated.

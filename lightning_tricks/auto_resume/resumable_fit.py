@@ -38,13 +38,7 @@ from lightning_tricks.auto_resume.checkpoint_writer import CheckpointWriter
 from lightning_tricks.auto_resume.core.attributes.model_structure import param_group_names, resize_to_state_dict
 from lightning_tricks.auto_resume.core.checkpoint_folder import Manifest
 from lightning_tricks.auto_resume.core.data.rng_state import RNG_STATE_KEY
-from lightning_tricks.auto_resume.core.signals import (
-    EARLY_SIGNALS,
-    RankAgreement,
-    RayDrains,
-    StopRequest,
-    signal_names,
-)
+from lightning_tricks.auto_resume.core.signals import EARLY_SIGNALS, RankAgreement, RayDrains, StopRequest, signal_names
 from lightning_tricks.auto_resume.fit_state import FitState
 from lightning_tricks.auto_resume.loader_tracker import LoaderTracker
 from lightning_tricks.auto_resume.moved_positions import continued_positions

@@ -29,14 +29,7 @@ from lightning_tricks._lightning_compat.trainer import callbacks_of, callbacks_o
 from lightning_tricks._shared.rng import capture_rng_state, restore_rng_state
 from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk
 from lightning_tricks.auto_resume.core.configuration import SCHEDULE_OPTIONS
-from lightning_tricks.auto_resume.parts import (
-    ChangedValues,
-    ComparedPart,
-    Part,
-    Phase,
-    SavedState,
-    move_to_device,
-)
+from lightning_tricks.auto_resume.parts import ChangedValues, ComparedPart, Part, Phase, SavedState, move_to_device
 
 # Those that shape the training
 # Attributes of the Trainer that callbacks set while it runs, as GradientAccumulationScheduler does with the first, and

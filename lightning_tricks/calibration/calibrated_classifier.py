@@ -14,8 +14,6 @@ from torch.utils.data import DistributedSampler
 
 from lightning_tricks._lightning_compat.loaders import lightning_module_in, transferred_batches
 from lightning_tricks._shared import calibration as shared
-from lightning_tricks._shared.calibration import Calibration, logits_in
-from lightning_tricks._shared.calibration_scores import are_between_0_and_1, are_probabilities, classification_scores
 from lightning_tricks._shared.checks import check_choice
 from lightning_tricks._shared.dry_run.model_copy import unwrap_model
 from lightning_tricks._shared.dry_run.shared_state import evaluated_unchanged
@@ -59,7 +57,7 @@ class CalibratedClassifier(nn.Module):
         self.training = module.training
         if shared.calibration_of(unwrap_model(module)) is None:
             place = next(chain(module.parameters(), module.buffers()), torch.empty(0))
-            self.calibration = Calibration().to(place.device)
+            self.calibration = shared.Calibration().to(place.device)
 
     def uncalibrated_logits(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return what `calibrate` maps to probabilities: the outputs of the module, such as logits."""
@@ -173,10 +171,10 @@ def calibrate(
     with outside_inference_mode():
         logits, target = held_out_rows(owner, loader, kind)
         values = fit_calibration(method, logits, target)
-        fitted = Calibration()
+        fitted = shared.Calibration()
         fitted.set_values(**values)
         before, after = (
-            {name: value.item() for name, value in classification_scores(probabilities, target).items()}
+            {name: value.item() for name, value in shared.classification_scores(probabilities, target).items()}
             for probabilities in (logits.softmax(1), fitted(logits))
         )
         if kind == "probabilities":
@@ -209,14 +207,14 @@ def calibration_scores(probabilities: Tensor, target: Tensor) -> dict[str, float
     columns = shared.as_columns(probabilities.detach().cpu().double())
     if columns.shape != probabilities.shape:
         columns[:, 0] = 1 - columns[:, 1]
-    if not are_probabilities(columns).all():
+    if not shared.are_probabilities(columns).all():
         found = f"{probabilities.min():.3g} to {probabilities.max():.3g}: call softmax or sigmoid on logits"
         raise ValueError(f"The score needs probabilities, from 0 to 1 and with the sum 1 in each row, got {found}.")
     labels = target_probabilities(target.detach().cpu(), probabilities)
-    return {name: value.item() for name, value in classification_scores(columns, labels).items()}
+    return {name: value.item() for name, value in shared.classification_scores(columns, labels).items()}
 
 
-def _calibration_in(owner: Any) -> Calibration:
+def _calibration_in(owner: Any) -> shared.Calibration:
     """Return the calibration that a module applies: its own, or that of the module that it wraps."""
     found = shared.calibration_of(owner)
     return _calibration_in(unwrap_model(owner.module)) if found is None else found
@@ -264,7 +262,7 @@ def held_out_rows(module: nn.Module, loader: Iterable[Any], outputs: str | None 
     found, target = (torch.cat(part) for part in zip(*parts, strict=True))
     found, target = _of_all_ranks(found, target, loader)
     logits = shared.as_logits(found, outputs)
-    shared.check_outputs(outputs, are_between_0_and_1(found), are_probabilities(logits.exp()))
+    shared.check_outputs(outputs, shared.are_between_0_and_1(found), shared.are_probabilities(logits.exp()))
     if (wrong := ~logits.amax(1).isfinite()).any():
         rows = f"{int(wrong.sum())} of {len(logits)} held-out rows, the first is row {int(wrong.nonzero()[0])}"
         raise ValueError(f"The logits are NaN or infinite in {rows}: look for NaN in inputs, or an overflow in fp16.")
@@ -273,7 +271,7 @@ def held_out_rows(module: nn.Module, loader: Iterable[Any], outputs: str | None 
 
 def found_logits(output: Any) -> Tensor:
     """Return the logits in what a module returned, or raise an error if it has none."""
-    found = logits_in(output)
+    found = shared.logits_in(output)
     if not isinstance(found, Tensor):
         raise TypeError(f"the module must return a tensor of logits, got {type(output).__name__}: wrap it to do so.")
     return found
@@ -308,7 +306,7 @@ def target_probabilities(target: Tensor, logits: Tensor) -> Tensor:
         target = torch.stack([1 - target, target], 1)
     if target.ndim == 2 and target.shape[1] == classes:
         found = target.double()
-        if are_probabilities(found).all():
+        if shared.are_probabilities(found).all():
             return found / found.sum(1, keepdim=True)
         raise ValueError(
             "Labels that are probabilities must be at least 0, and have the sum 1 in each row; calibrate a multi-label "

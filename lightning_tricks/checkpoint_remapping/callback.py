@@ -12,13 +12,10 @@ from typing import Any
 
 import torch
 
-from lightning_tricks._callback import TrickCallback
+from lightning_tricks._callback import FLATTENING, SHARDING, TrickCallback
 from lightning_tricks._lightning_compat.flavor import (
-    DeepSpeedStrategy,
-    FSDPStrategy,
     LightningModule,
     MisconfigurationException,
-    ModelParallelStrategy,
     Trainer,
     TrainerFn,
     lightning_version,
@@ -115,11 +112,10 @@ class CheckpointRemapping(TrickCallback):
         """Replace what reads the Trainer's checkpoints."""
         super().setup(trainer, pl_module, stage)
         strategy = trainer.strategy
-        if self.path is not None and stage == "fit" and isinstance(strategy, DeepSpeedStrategy | FSDPStrategy):
-            raise MisconfigurationException(
-                f"CheckpointRemapping(path=...) cannot reach the parameters under {type(strategy).__name__}: call "
-                "load_weights(model, path) before the fit, or use ModelParallelStrategy."
-            )
+        if self.path is not None and stage == "fit":
+            remedy = "call load_weights(model, path) before the fit, or use ModelParallelStrategy."
+            message = f"CheckpointRemapping(path=...) cannot reach the parameters under {{}}: {remedy}"
+            self.refuse_strategies(trainer, FLATTENING, message)
         load = partial(self._load_checkpoint, trainer, strategy.load_checkpoint)
         self._installed.enter_context(overriding(strategy, load_checkpoint=load))
 
@@ -149,7 +145,7 @@ class CheckpointRemapping(TrickCallback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Remove wrappers' parts from the names in a checkpoint before it is written, also after a fit."""
-        if self.clean_on_save and not isinstance(trainer.strategy, _WITHOUT_CHECKPOINT_IO):
+        if self.clean_on_save and not isinstance(trainer.strategy, SHARDING):  # these write files of their own
             own = checkpoint["state_dict"]
             checkpoint["state_dict"] = {new: own[old] for old, new in strip_wrappers(own).items() if new is not None}
 
@@ -157,7 +153,7 @@ class CheckpointRemapping(TrickCallback):
         self, trainer: Trainer, load: Callable[..., Any], path: str | os.PathLike[str], *args: Any, **kwargs: Any
     ) -> Any:
         """Return what the Trainer restores of a file, with the names of its module; `load` is the strategy's own."""
-        if not isinstance(trainer.strategy, _WITHOUT_CHECKPOINT_IO):
+        if not isinstance(trainer.strategy, SHARDING):
             options = {"fit": trainer.state.fn == TrainerFn.FITTING, **self.load_options()}
             loaded, self.report = _as_lightning_checkpoint(trainer.lightning_module, read_checkpoint(path), **options)
             return loaded
@@ -178,9 +174,6 @@ class CheckpointRemapping(TrickCallback):
             return pl_module.get_submodule(self.submodule or "")
         except AttributeError as error:
             raise MisconfigurationException(f"CheckpointRemapping(submodule={self.submodule!r}): {error}.") from error
-
-
-_WITHOUT_CHECKPOINT_IO = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)  # these write files of their own
 
 
 def _as_lightning_checkpoint(

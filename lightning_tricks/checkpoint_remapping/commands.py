@@ -56,11 +56,7 @@ def add_to(commands: Any) -> None:
         "-r", "--rules", type=path_argument, required=True, help="a YAML file of rules, such as `align` writes"
     )
     remap.add_argument(
-        "-o",
-        "--out",
-        type=path_argument,
-        required=True,
-        help="the output file: .safetensors, or .pt for torch.save",
+        "-o", "--out", type=path_argument, required=True, help="the output file: .safetensors, or .pt for torch.save"
     )
 
 

@@ -56,10 +56,7 @@ def read_module_checkpoint(path: Any, map_location: Any, hparams_file: Any) -> C
 
 
 def build_module(
-    module: type[LightningModule],
-    checkpoint: Checkpoint,
-    strict: bool | None,
-    overrides: dict[str, Any],
+    module: type[LightningModule], checkpoint: Checkpoint, strict: bool | None, overrides: dict[str, Any]
 ) -> LightningModule:
     """Build a module, or the imported subclass of its class that the checkpoint names.
 

@@ -8,8 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_tricks._shared.calibration import check_outputs, logits_in, stated_outputs
-from lightning_tricks._shared.calibration_scores import are_between_0_and_1, are_probabilities
+from lightning_tricks._shared import calibration
 from lightning_tricks._shared.checks import check_choice, check_not_negative, check_optional_count
 from lightning_tricks._shared.tensors import outside_inference_mode, to_double
 from lightning_tricks.conformal.functional import ROUNDING, choose_penalty, needed_rows, rank_penalty, ranked_scores
@@ -88,7 +87,7 @@ class ConformalClassifier(ConformalPredictor):
             raise ValueError(f'generator must be a torch.Generator, for score="aps" or "raps", got {generator!r}.')
         lambda_reg = None if lambda_reg is None else check_not_negative("lambda_reg", lambda_reg)
         k_reg = check_optional_count("k_reg", k_reg, minimum=0)
-        self._kind = stated_outputs(module, outputs)
+        self._kind = calibration.stated_outputs(module, outputs)
         own = {"outputs": self._kind or "logits", "lambda_reg": lambda_reg, "k_reg": k_reg}
         super().__init__(module, alpha, score, groups, own | {"randomized": bool(generator)}, allow_empty=allow_empty)
         self.outputs, self.allow_empty, self.generator = outputs, allow_empty, generator
@@ -114,7 +113,7 @@ class ConformalClassifier(ConformalPredictor):
 
     def prediction(self, inputs: Sequence[Any]) -> Tensor:
         """Return the sets of a batch as boolean masks, (N, C)."""
-        order, scores = self._ranked_scores(logits_in(self.module(*inputs)))
+        order, scores = self._ranked_scores(calibration.logits_in(self.module(*inputs)))
         penalties = rank_penalty(torch.arange(1, scores.shape[1] + 1, device=scores.device), self.penalty)
         limits = self.quantiles[order] if self._by_class else self.row_quantiles(inputs, order).unsqueeze(1)
         chosen = ~(scores + penalties > limits + ROUNDING * (1 - scores))  # a row of NaN has all classes
@@ -124,7 +123,7 @@ class ConformalClassifier(ConformalPredictor):
 
     def calibration_rows(self, inputs: Sequence[Any], target: Tensor, draws: torch.Generator) -> tuple[Tensor, ...]:
         """Return score, group, rank and kind of each row, whether it tunes, and scores that tune."""
-        outputs = logits_in(self.module(*inputs))
+        outputs = calibration.logits_in(self.module(*inputs))
         order, scores = self._ranked_scores(outputs)
         n, classes = scores.shape
         if target.is_floating_point() or target.shape != (n,):
@@ -135,14 +134,14 @@ class ConformalClassifier(ConformalPredictor):
             raise ValueError(f"class {int(wrong[0])} is not one of the module's {classes} classes, {remedy}")
         place = (order == target.unsqueeze(1)).int().argmax(1, keepdim=True)
         groups = target if self._by_class else self.group_ids(inputs, target)
-        kinds = torch.stack([are_between_0_and_1(outputs), are_probabilities(outputs)], 1)
+        kinds = torch.stack([calibration.are_between_0_and_1(outputs), calibration.are_probabilities(outputs)], 1)
         tunes = (torch.rand(n, generator=draws, device=draws.device) < self._tuning_share).to(scores.device)
         return scores.gather(1, place)[:, 0], groups, place[:, 0] + 1, kinds, tunes, scores[tunes]
 
     def finish_calibration(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return scores (n,), groups (n,), all groups (G,), and penalty (2,), which is chosen here."""
         scores, ids, ranks, kinds, tunes, tuning = rows
-        check_outputs(self._kind, *kinds.T)
+        calibration.check_outputs(self._kind, *kinds.T)
         penalty = torch.zeros(2, device=scores.device)
         if self.score == "raps":
             n, needed = len(tuning), needed_rows(self.alpha)

@@ -52,7 +52,8 @@ def add_to(commands: Any) -> None:
 
 
 def _add_gpus(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--watch",
         type=_interval,
         nargs="?",
@@ -60,23 +61,21 @@ def _add_gpus(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="show it again and again, at this interval (default: 1), until Ctrl+C",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON; with --watch one line each time")
-    parser.add_argument(
-        "--id", metavar="IDS", help="only these GPUs: comma-separated indices, UUIDs or prefixes of UUIDs"
-    )
-    choice = parser.add_argument_group("choosing GPUs")
-    choice.add_argument("--select", type=int, metavar="N", help="choose N free GPUs")
-    choice.add_argument(
+    add("--json", action="store_true", help="print JSON; with --watch one line each time")
+    add("--id", metavar="IDS", help="only these GPUs: comma-separated indices, UUIDs or prefixes of UUIDs")
+    choose = parser.add_argument_group("choosing GPUs").add_argument
+    choose("--select", type=int, metavar="N", help="choose N free GPUs")
+    choose(
         "--format",
         choices=("cuda_visible_devices", "devices"),
         help="what --select N prints: UUIDs for CUDA_VISIBLE_DEVICES (default), or indices for the Trainer's devices",
     )
-    choice.add_argument("--min-free-memory", metavar="SIZE", help="lowest free memory of a free GPU, such as 8GiB")
-    choice.add_argument("--max-utilization", type=float, metavar="PERCENT", help="highest utilization of a free GPU")
-    choice.add_argument("--max-temperature", type=float, metavar="CELSIUS", help="highest temperature of a free GPU")
-    choice.add_argument("--prefer", choices=("free_memory", "idle", "cool"), help="which of the free GPUs to prefer")
-    choice.add_argument("--timeout", type=float, metavar="SECONDS", help="how long to wait for free GPUs")
-    choice.add_argument(
+    choose("--min-free-memory", metavar="SIZE", help="lowest free memory of a free GPU, such as 8GiB")
+    choose("--max-utilization", type=float, metavar="PERCENT", help="highest utilization of a free GPU")
+    choose("--max-temperature", type=float, metavar="CELSIUS", help="highest temperature of a free GPU")
+    choose("--prefer", choices=("free_memory", "idle", "cool"), help="which of the free GPUs to prefer")
+    choose("--timeout", type=float, metavar="SECONDS", help="how long to wait for free GPUs")
+    choose(
         "program",
         nargs="*",
         metavar="-- PROGRAM",

@@ -21,13 +21,7 @@ from lightning_tricks.devices.core.bottleneck import (
     judge_wait,
     waits_for_data,
 )
-from lightning_tricks.devices.core.device_summary import (
-    GIB,
-    DeviceSummary,
-    Recorder,
-    generic_key,
-    quantity_of,
-)
+from lightning_tricks.devices.core.device_summary import GIB, DeviceSummary, Recorder, generic_key, quantity_of
 from lightning_tricks.devices.core.nvml import NvmlUnavailableError, open_nvml
 from lightning_tricks.devices.core.utilization import (
     BackgroundSampler,
@@ -99,8 +93,7 @@ class MonitoredRun:
                 values |= measure()
             except Exception as error:  # such as too many open files: it may work the next time
                 self._tell_once(
-                    "failure",
-                    f"DeviceMonitor could not measure everything, and leaves out the rest: {error!r}.",
+                    "failure", f"DeviceMonitor could not measure everything, and leaves out the rest: {error!r}."
                 )
         for gpu in self._gpus:
             if gpu.name == self._own_name:

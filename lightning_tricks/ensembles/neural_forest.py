@@ -12,10 +12,10 @@ from lightning_tricks._lightning_compat.flavor import MisconfigurationException
 from lightning_tricks._lightning_compat.loaders import request_train_loaders
 from lightning_tricks._shared.checks import check_count, check_not_negative, check_optional_count
 from lightning_tricks._shared.rng import isolated_rng
+from lightning_tricks._shared.tensors import named_tensors
 from lightning_tricks.ensembles.arguments import CriterionChoice, OptimizerChoice, ScheduleChoice, passed_on
 from lightning_tricks.ensembles.core.combination import at_least_single, mean_with_gradient_of_sum
 from lightning_tricks.ensembles.core.factory import build_members
-from lightning_tricks.ensembles.core.members import tensors_of
 from lightning_tricks.ensembles.core.sampling import batch_of_first_sample
 from lightning_tricks.ensembles.prediction import ClassifierEnsemble, RegressorEnsemble
 from lightning_tricks.ensembles.training_data import unpack
@@ -190,7 +190,7 @@ class ForestMembers(IndependentMembers):
         sizes = {"n_inputs": trees[0].n_inputs, "n_outputs": trees[0].n_outputs, "depth": trees[0].depth}
         forest = made(len(trees), **{**options, **sizes})
         for index, tree in enumerate(trees):
-            forest.estimators_.copy_member_(index, tensors_of(tree))
+            forest.estimators_.copy_member_(index, named_tensors(tree))
         return forest
 
     def torchensemble_arguments(self) -> dict[str, Any]:

@@ -18,15 +18,16 @@ from torch.optim import Optimizer
 from lightning_tricks._lightning_compat.flavor import MisconfigurationException, rank_zero_warn
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks._shared.checks import check_count, check_not_negative, check_number, check_optional_count
+from lightning_tricks._shared.tensors import named_tensors
 from lightning_tricks.ensembles.arguments import CriterionChoice, OptimizerChoice, passed_on
 from lightning_tricks.ensembles.core.combination import snapshot_factor, triangle_factor
 from lightning_tricks.ensembles.core.factory import Estimator
-from lightning_tricks.ensembles.core.members import Members, SequentialMembers, refuse_lazy, tensors_of
+from lightning_tricks.ensembles.core.members import Members, SequentialMembers, refuse_lazy
 from lightning_tricks.ensembles.core.stacked_members import as_members
 from lightning_tricks.ensembles.ensemble import Ensemble
 from lightning_tricks.ensembles.prediction import ClassifierEnsemble, RegressorEnsemble
 from lightning_tricks.lr_schedules.builders import steps_in_epochs, total_steps
-from lightning_tricks.lr_schedules.core.scheduler import FactorLR
+from lightning_tricks.lr_schedules.core.schedules import FactorLR
 
 
 class _ClampedCyclicLR(FactorLR):
@@ -108,7 +109,7 @@ class CapturedMembers(Ensemble):
         made: Any = cls
         ensemble = made([members[-1]], len(members), **options)
         for index, member in enumerate(members):
-            ensemble.estimators_.copy_member_(index, tensors_of(member))
+            ensemble.estimators_.copy_member_(index, named_tensors(member))
         ensemble.set_count("taken", "_num_captured", len(members))
         return ensemble
 

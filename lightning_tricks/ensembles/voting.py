@@ -62,10 +62,7 @@ class IndependentMembers(MemberShares):
         return not self.shared_order
 
     def configure_gradient_clipping(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         """Clip the gradient norm of each member to `gradient_clip_val`, as if it were trained alone."""
         if not gradient_clip_val or gradient_clip_algorithm == "value":

@@ -28,21 +28,8 @@ from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.tensors import reshard_fsdp2
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.finetuning.adaptation import GradientCheckingCallback
+from lightning_tricks.finetuning.core import freezing
 from lightning_tricks.finetuning.core.adapter_coverage import is_compiled
-from lightning_tricks.finetuning.core.freezing import (
-    ParameterCount,
-    UnfreezingPlan,
-    check_multipliers,
-    check_schedule,
-    frozen_norms,
-    held_norms,
-    hold_norms_,
-    multipliers_of,
-    norm_modes,
-    plan_unfreezing,
-    release_norms_,
-    set_norm_modes_,
-)
 from lightning_tricks.finetuning.core.group_splitting import split_groups_
 
 _SAVED_KEY = "gradual_unfreezing"  # in checkpoints of FSDP
@@ -104,14 +91,14 @@ class GradualUnfreezing(GradientCheckingCallback):
         self.unit = check_choice("unit", unit, ("epoch", "step"))
         if not isinstance(freeze_norm, bool):
             raise TypeError(f"freeze_norm must be True or False, got {freeze_norm!r} ({type(freeze_norm).__name__}).")
-        self._patterns = check_schedule(schedule)
-        self._multipliers = check_multipliers(lr_multipliers)
+        self._patterns = freezing.check_schedule(schedule)
+        self._multipliers = freezing.check_multipliers(lr_multipliers)
         self._key: int | None = None  # the last that was applied
         self._held: set[str] = set()  # the normalisation that this fit has held
 
     def _forget_run(self) -> None:
         super()._forget_run()
-        self._plan: UnfreezingPlan | None = None
+        self._plan: freezing.UnfreezingPlan | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a strategy that hides the parameters."""
@@ -127,8 +114,8 @@ class GradualUnfreezing(GradientCheckingCallback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Plan what trains when, check it against the optimizers and the length of the run, and report it."""
         try:
-            plan = plan_unfreezing(pl_module, self._patterns)
-            multipliers: dict[Tensor, float] = multipliers_of(pl_module, self._multipliers)
+            plan = freezing.plan_unfreezing(pl_module, self._patterns)
+            multipliers: dict[Tensor, float] = freezing.multipliers_of(pl_module, self._multipliers)
         except ValueError as error:
             raise MisconfigurationException(f"GradualUnfreezing: {error}") from error
         self._check_optimizers(trainer, plan)
@@ -162,7 +149,7 @@ class GradualUnfreezing(GradientCheckingCallback):
         """Log which parameters the run was too short to release."""
         if self._plan is not None and self._key is not None and (late := self._plan.released_after(self._key)):
             start = min(self._plan.starts[parameter] for parameter in late)
-            self.say(f"the run ended before {self.unit} {start}, so {ParameterCount.of(late)} never trained")
+            self.say(f"the run ended before {self.unit} {start}, so {freezing.ParameterCount.of(late)} never trained")
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Save under FSDP which parameters train, so that a resumed run knows whose optimizer state to load."""
@@ -174,15 +161,16 @@ class GradualUnfreezing(GradientCheckingCallback):
         plan = self._plan
         if plan is None:
             return ()
-        to_the_end = frozen_norms(pl_module, lambda parameter: plan.trains(parameter, plan.keys[-1]))
-        released = set(frozen_norms(pl_module)) - set(to_the_end)
+        to_the_end = freezing.frozen_norms(pl_module, lambda parameter: plan.trains(parameter, plan.keys[-1]))
+        released = set(freezing.frozen_norms(pl_module)) - set(to_the_end)
         buffers = {f"{name}.{key}" for name in released for key, _ in pl_module.get_submodule(name).named_buffers()}
         return {plan.names[parameter] for parameter in plan.starts} | set(map(strip_compile_prefix, buffers))
 
     def resumed(self, trainer: Trainer, not_restored: Sequence[str]) -> None:
         """Set again which parameters train: `AutoResume` has restored those that trained when it saved."""
         if self._plan is not None and self.freeze_norm:
-            self._held.update(hold_norms_(trainer.lightning_module, frozen_norms(trainer.lightning_module)))
+            module = trainer.lightning_module
+            self._held.update(freezing.hold_norms_(module, freezing.frozen_norms(module)))
         self._key = None
         self._apply(trainer, trainer.lightning_module)
 
@@ -197,9 +185,9 @@ class GradualUnfreezing(GradientCheckingCallback):
         self._key = key
         changed = self._set_trainable(pl_module, plan, key)
         if self.freeze_norm:
-            frozen = frozen_norms(pl_module)
-            release_norms_(pl_module, set(held_norms(pl_module)) - set(frozen))
-            self._held.update(hold_norms_(pl_module, frozen))
+            frozen = freezing.frozen_norms(pl_module)
+            freezing.release_norms_(pl_module, set(freezing.held_norms(pl_module)) - set(frozen))
+            self._held.update(freezing.hold_norms_(pl_module, frozen))
         if changed:
             rewrap_ddp(trainer)
             if is_compiled_by_lightning(pl_module) or is_compiled(pl_module):
@@ -207,7 +195,7 @@ class GradualUnfreezing(GradientCheckingCallback):
         self._expect_gradients({name: parameter for parameter, name in plan.names.items()})
 
     def _freezing_before(
-        self, load: Callable[..., Any], pl_module: LightningModule, plan: UnfreezingPlan
+        self, load: Callable[..., Any], pl_module: LightningModule, plan: freezing.UnfreezingPlan
     ) -> Callable[..., Any]:
         """Return a function that freezes the parameters that a checkpoint's run had frozen, and then loads it.
 
@@ -222,7 +210,7 @@ class GradualUnfreezing(GradientCheckingCallback):
 
         return load_checkpoint
 
-    def _set_trainable(self, pl_module: LightningModule, plan: UnfreezingPlan, key: int) -> bool:
+    def _set_trainable(self, pl_module: LightningModule, plan: freezing.UnfreezingPlan, key: int) -> bool:
         """Set which parameters require gradients, and return whether that is a change."""
         reshard_fsdp2(pl_module)
         before = [parameter.requires_grad for parameter in plan.names]
@@ -232,7 +220,7 @@ class GradualUnfreezing(GradientCheckingCallback):
                 parameter.grad = None
         return before != [parameter.requires_grad for parameter in plan.names]
 
-    def _check_optimizers(self, trainer: Trainer, plan: UnfreezingPlan) -> None:
+    def _check_optimizers(self, trainer: Trainer, plan: freezing.UnfreezingPlan) -> None:
         """Raise an error if a parameter that shall train is in no optimizer, or an optimizer trains nothing in fp16."""
         optimized = [{p for group in o.param_groups for p in group["params"]} for o in trainer.optimizers]
         missing = [plan.names[p] for p in plan.starts if not any(p in owned for owned in optimized)]
@@ -253,7 +241,7 @@ class GradualUnfreezing(GradientCheckingCallback):
                     "use bf16-mixed."
                 )
 
-    def _check_length(self, trainer: Trainer, pl_module: LightningModule, plan: UnfreezingPlan) -> None:
+    def _check_length(self, trainer: Trainer, pl_module: LightningModule, plan: freezing.UnfreezingPlan) -> None:
         """Warn of keys that the run does not reach, as in a short run that only tries the code."""
         later = [key for key in plan.keys if key > 0]
         length = self._length(trainer, pl_module) if later else math.inf  # which may load the data
@@ -288,9 +276,11 @@ class GradualUnfreezing(GradientCheckingCallback):
             except ValueError as error:
                 raise MisconfigurationException(f"GradualUnfreezing(lr_multipliers=...): {error}") from error
 
-    def _refuse_reset_of_norms(self, trainer: Trainer, pl_module: LightningModule, plan: UnfreezingPlan) -> None:
+    def _refuse_reset_of_norms(
+        self, trainer: Trainer, pl_module: LightningModule, plan: freezing.UnfreezingPlan
+    ) -> None:
         """Raise an error if a callback sets statistics to zero that nothing would compute again."""
-        frozen = frozen_norms(pl_module, lambda parameter: plan.trains(parameter, plan.keys[-1]))
+        frozen = freezing.frozen_norms(pl_module, lambda parameter: plan.trains(parameter, plan.keys[-1]))
         if frozen and callbacks_of_type(trainer, StochasticWeightAveraging):
             raise MisconfigurationException(
                 "GradualUnfreezing: StochasticWeightAveraging sets the statistics of all BatchNorm to zero, and those "
@@ -306,11 +296,11 @@ def _as_it_was(pl_module: LightningModule, held_since: set[str]) -> Iterator[Non
     Names tell which that is: at the end of a fit Lightning replaces SyncBatchNorm by new modules.
     """
     flags = {parameter: parameter.requires_grad for parameter in pl_module.parameters()}
-    held, modes = held_norms(pl_module), norm_modes(pl_module)
+    held, modes = freezing.held_norms(pl_module), freezing.norm_modes(pl_module)
     yield
     for parameter, requires_grad in flags.items():
         parameter.requires_grad_(requires_grad)
-    release_norms_(pl_module, held_since)
+    freezing.release_norms_(pl_module, held_since)
     held_since.clear()
-    set_norm_modes_(pl_module, modes)
-    hold_norms_(pl_module, held)
+    freezing.set_norm_modes_(pl_module, modes)
+    freezing.hold_norms_(pl_module, held)

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from lightning_tricks._callback import TrickCallback
+from lightning_tricks._callback import FLATTENING, TrickCallback
 from lightning_tricks._lightning_compat.checkpoints import checkpoint_contents_changed
 from lightning_tricks._lightning_compat.flavor import (
-    DeepSpeedStrategy,
-    FSDPStrategy,
     LightningModule,
     MisconfigurationException,
     Trainer,
@@ -87,11 +85,9 @@ class TrainableCheckpoint(TrickCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Install the hooks by which the Trainer saves and restores smaller checkpoints."""
         super().setup(trainer, pl_module, stage)
-        if isinstance(trainer.strategy, _WITH_FILES_OF_THEIR_OWN):
-            raise MisconfigurationException(
-                f"TrainableCheckpoint cannot leave anything out of the files that {type(trainer.strategy).__name__} "
-                "writes by itself. Train with one device or DDP, or remove TrainableCheckpoint."
-            )
+        remedy = "Train with one device or DDP, or remove TrainableCheckpoint."
+        message = f"TrainableCheckpoint cannot leave anything out of the files that {{}} writes by itself. {remedy}"
+        self.refuse_strategies(trainer, FLATTENING, message)
         changed = checkpoint_contents_changed(
             trainer,
             after_dump=lambda checkpoint: self._leave_out_base(trainer, checkpoint),
@@ -158,7 +154,6 @@ class TrainableCheckpoint(TrickCallback):
 
 
 _AVERAGED = " The end of a fit with weight averaging may change frozen weights by rounding: resume with a new module."
-_WITH_FILES_OF_THEIR_OWN = (DeepSpeedStrategy, FSDPStrategy)
 
 
 @dataclass

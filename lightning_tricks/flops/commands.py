@@ -15,31 +15,28 @@ if TYPE_CHECKING:
 def add_to(commands: Any) -> None:
     """Add the subcommand `flops`."""
     parser: argparse.ArgumentParser = commands.add_parser("flops", help="count a model's FLOPs, module by module")
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "model",
         metavar="MODULE:NAME",
         help="a model, or a function or class that makes one without arguments: torchvision.models:resnet50",
     )
-    parser.add_argument(
+    add(
         "--input",
         type=_shape,
         action="append",
         metavar="1,3,224,224",
         help="shape of an input; once for each argument of forward (default: the model's example_input_array)",
     )
-    parser.add_argument(
+    add(
         "--dtype",
         default="float32",
         help="dtype of the inputs, such as float32, int64 or bfloat16; the model is converted to a floating dtype",
     )
-    parser.add_argument("--backward", action="store_true", help="count the backward pass as well")
-    parser.add_argument(
-        "--depth", type=int, default=3, help="depth of the deepest modules shown (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--backend", default="torch", choices=("torch", "thop"), help="library that counts (default: %(default)s)"
-    )
-    parser.add_argument("--compare", action="store_true", help="show the counts of the other backend as well")
+    add("--backward", action="store_true", help="count the backward pass as well")
+    add("--depth", type=int, default=3, help="depth of the deepest modules shown (default: %(default)s)")
+    add("--backend", default="torch", choices=("torch", "thop"), help="library that counts (default: %(default)s)")
+    add("--compare", action="store_true", help="show the counts of the other backend as well")
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print all counts as JSON")
     output.add_argument("--csv", action="store_true", help="print all modules as CSV")

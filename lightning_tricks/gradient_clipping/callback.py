@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.fit import is_last_batch
 from lightning_tricks._lightning_compat.flavor import (
+    DeepSpeedStrategy,
+    FSDPStrategy,
     LightningModule,
     MisconfigurationException,
     Trainer,
@@ -25,6 +27,7 @@ from lightning_tricks._shared.checks import check_choice, check_count
 from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.report_parts import ClippedSteps
 from lightning_tricks._shared.text import list_names
+from lightning_tricks.gradient_clipping import trainer_settings
 from lightning_tricks.gradient_clipping.core.clip_state import (
     ClipGroup,
     ClipGroups,
@@ -40,21 +43,7 @@ from lightning_tricks.gradient_clipping.core.clipping import (
     gradient_norms,
     is_nonfinite,
 )
-from lightning_tricks.gradient_clipping.core.methods import (
-    ClipMethod,
-    ClipNorm,
-    ClipResult,
-    check_groups,
-    check_method,
-)
-from lightning_tricks.gradient_clipping.trainer_settings import (
-    on_any_rank,
-    refuse_unseen_steps,
-    refuse_unsupported_strategies,
-    scale_may_have_overflowed,
-    unscales_in_step,
-    warn_of_other_clipping,
-)
+from lightning_tricks.gradient_clipping.core.methods import ClipMethod, ClipNorm, ClipResult, check_groups, check_method
 
 
 class GradientClipping(TrickCallback):
@@ -154,7 +143,12 @@ class GradientClipping(TrickCallback):
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        refuse_unsupported_strategies(trainer)
+        problem = "GradientClipping cannot see the whole gradient under {}:"
+        for kind, remedy in (
+            (DeepSpeedStrategy, "set `gradient_clipping` in DeepSpeed's own configuration."),
+            (FSDPStrategy, "use ModelParallelStrategy (FSDP2), whose sharded gradients it can see."),
+        ):
+            self.refuse_strategies(trainer, (kind,), f"{problem} {remedy}")
         self._states = defaultdict(ClipState)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -174,9 +168,9 @@ class GradientClipping(TrickCallback):
             )
         if not self._clips_nothing:
             own = f"max_norm={self.max_norm}" if self.method is None else f"method={self.method}"
-            self._installed.enter_context(warn_of_other_clipping(trainer, own))
+            self._installed.enter_context(trainer_settings.warn_of_other_clipping(trainer, own))
         self._installed.enter_context(
-            refuse_unseen_steps(
+            trainer_settings.refuse_unseen_steps(
                 trainer, lambda index: self._states[index].end_skip(), refuse_repeated=self.on_nonfinite == "skip"
             )
         )
@@ -201,7 +195,7 @@ class GradientClipping(TrickCallback):
         scaler = active_scaler(trainer)
         if scaler is not None and pl_module.automatic_optimization and not self._had_backward:
             return  # `training_step` returned None: Lightning has unscaled nothing and skips the step
-        if scaler is not None and unscales_in_step(scaler, optimizer):
+        if scaler is not None and trainer_settings.unscales_in_step(scaler, optimizer):
             scaler.unscale_(optimizer)  # a fused optimizer would do it inside its step, so Lightning has not
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if not parameters:
@@ -213,9 +207,9 @@ class GradientClipping(TrickCallback):
         results = [result for _, result in clipped if result is not None]
         nonfinite = truly_nonfinite = None  # whoever does not need it now counts it later
         if scaler is not None or trainer.world_size > 1 or self.on_nonfinite != "ignore":
-            nonfinite = truly_nonfinite = on_any_rank(trainer, parameters, is_nonfinite(norms.total))
+            nonfinite = truly_nonfinite = trainer_settings.on_any_rank(trainer, parameters, is_nonfinite(norms.total))
         if scaler is not None and nonfinite is not None:
-            truly_nonfinite = nonfinite & ~scale_may_have_overflowed(scaler).to(nonfinite.device)
+            truly_nonfinite = nonfinite & ~trainer_settings.scale_may_have_overflowed(scaler).to(nonfinite.device)
         state.counts.add(norms.total, results, nonfinite, truly_nonfinite)
         if self.log_norm and not trainer.barebones:
             self._log_norms(trainer, index, norms, clipped)
@@ -304,11 +298,7 @@ class GradientClipping(TrickCallback):
         return [self._names.get(parameter, f"parameter {place}") for place, parameter in enumerate(parameters)]
 
     def _log_norms(
-        self,
-        trainer: Trainer,
-        index: int,
-        norms: GradientNorms,
-        clipped: Sequence[tuple[ClipGroup, ClipResult | None]],
+        self, trainer: Trainer, index: int, norms: GradientNorms, clipped: Sequence[tuple[ClipGroup, ClipResult | None]]
     ) -> None:
         # a batch size means nothing for the value of a step, and Lightning asks for it under `dataloader_iter`
         prefix = "grad_norm" if len(trainer.optimizers) == 1 else f"grad_norm/{index}"

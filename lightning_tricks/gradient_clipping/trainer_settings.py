@@ -15,7 +15,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_tricks._guards import LIGHTNING_PACKAGES, overriding
-from lightning_tricks._lightning_compat.flavor import MisconfigurationException, Trainer, rank_zero_warn
+from lightning_tricks._lightning_compat.flavor import DDPStrategy, MisconfigurationException, Trainer, rank_zero_warn
 from lightning_tricks._torch_compat.gradients import observing_clipping
 from lightning_tricks._torch_compat.optimizers import is_unscaled, scale_of, takes_scale
 
@@ -34,25 +34,11 @@ def on_any_rank(trainer: Trainer, parameters: list[Tensor], nonfinite: Tensor) -
     """Whether a condition holds on any rank; a collective only where the strategy does not reduce the gradients."""
     if (
         trainer.world_size == 1
-        or "DDPStrategy" in _base_names(trainer.strategy)
+        or isinstance(trainer.strategy, DDPStrategy)
         or all(hasattr(p, "full_tensor") for p in parameters)
     ):
         return nonfinite
     return trainer.strategy.reduce(nonfinite.float(), reduce_op="max") > 0
-
-
-def refuse_unsupported_strategies(trainer: Trainer) -> None:
-    """Raise an error for strategies under which no rank sees the whole gradient."""
-    strategies = _base_names(trainer.strategy)
-    if "DeepSpeedStrategy" in strategies:
-        remedy = "set `gradient_clipping` in DeepSpeed's own configuration"
-    elif "FSDPStrategy" in strategies:
-        remedy = "use ModelParallelStrategy (FSDP2), whose sharded gradients it can see"
-    else:
-        return
-    raise MisconfigurationException(
-        f"GradientClipping cannot see the whole gradient under {type(trainer.strategy).__name__}: {remedy}."
-    )
 
 
 def warn_of_other_clipping(trainer: Trainer, own: str) -> AbstractContextManager[None]:
@@ -88,10 +74,6 @@ def _caller() -> str:
     calls = ((frame.f_globals.get("__name__", ""), frame, line) for frame, line in walk_stack(None))
     frame, line = next((frame, line) for name, frame, line in calls if name.partition(".")[0] not in libraries)
     return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{line})"
-
-
-def _base_names(strategy: object) -> set[str]:
-    return {base.__name__ for base in type(strategy).__mro__}  # by name: of `lightning` and `pytorch_lightning` alike
 
 
 @contextmanager

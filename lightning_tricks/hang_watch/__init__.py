@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_tricks.hang_watch.callback import HangWatch as HangWatch
-    from lightning_tricks.hang_watch.core.comparison import compare_ranks as compare_ranks
+    from lightning_tricks.hang_watch.functional import compare_ranks as compare_ranks
 else:  # or a type checker would take any name for one of the package
     from lightning_tricks._lazy import lazy_names
 

@@ -17,7 +17,7 @@ from lightning_tricks._lightning_compat.flavor import LightningModule, Trainer, 
 from lightning_tricks._lightning_compat.logged_values import observe_log_calls
 from lightning_tricks._lightning_compat.observers import observe_fetches
 from lightning_tricks._shared.checks import SENT_BY_AUTO_RESUME, TIMEDELTA_UNITS, check_duration, check_path
-from lightning_tricks.hang_watch.core.record import RankRecord, protect_forks
+from lightning_tricks.hang_watch.functional import RankRecord, protect_forks
 
 _STAGES = {"train": "train", "validation": "val", "test": "test", "predict": "predict"}
 _PARTS = ("start", "end", "epoch_start", "epoch_end", "batch_start", "batch_end")

@@ -20,7 +20,7 @@ def add_to(commands: Any) -> None:
 
 
 def _hang(arguments: argparse.Namespace) -> int:
-    from lightning_tricks.hang_watch.core.comparison import compare_ranks
+    from lightning_tricks.hang_watch.functional import compare_ranks
 
     with errors_of_use(arguments):
         report = compare_ranks(arguments.folder)

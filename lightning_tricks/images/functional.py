@@ -87,7 +87,8 @@ def to_numpy(image: ImageLike | Sequence[ImageLike]) -> npt.NDArray[Any]:
         (4, 6, 3)
     """
     first = image[0] if isinstance(image, list | tuple) else image
-    floats = first.is_floating_point() if isinstance(first, Tensor) else _is_float_array(first)
+    of_numpy = isinstance(first, np.ndarray) and first.dtype.kind == "f"
+    floats = first.is_floating_point() if isinstance(first, Tensor) else of_numpy
     tensor = to_tensor(image, torch.float32 if floats else torch.uint8)
     return np.ascontiguousarray(tensor.cpu().movedim(-3, -1).numpy())
 
@@ -276,10 +277,6 @@ def _array_of(image: Any) -> npt.NDArray[Any]:
     elif mode not in _MODES.values():
         image = image.convert("RGB")  # CMYK, YCbCr, HSV, LAB, RGBX, ...
     return np.array(image)
-
-
-def _is_float_array(image: Any) -> bool:
-    return isinstance(image, np.ndarray) and image.dtype.kind == "f"
 
 
 def _checked(tensor: Tensor, what: str, shapes: str, channels: int) -> Tensor:

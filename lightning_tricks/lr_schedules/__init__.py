@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from lightning_tricks.lr_schedules.builders import build_schedule as build_schedule
     from lightning_tricks.lr_schedules.builders import total_steps as total_steps
     from lightning_tricks.lr_schedules.core.combined_optimizer import CombinedOptimizer as CombinedOptimizer
-    from lightning_tricks.lr_schedules.core.layers import layer_of_parameters as layer_of_parameters
     from lightning_tricks.lr_schedules.core.optimizer_spec import OptimizerSpec as OptimizerSpec
+    from lightning_tricks.lr_schedules.core.parameter_groups import layer_of_parameters as layer_of_parameters
     from lightning_tricks.lr_schedules.core.parameter_groups import parameter_groups as parameter_groups
     from lightning_tricks.lr_schedules.core.schedule_spec import ScheduleSpec as ScheduleSpec
     from lightning_tricks.lr_schedules.core.schedule_spec import plot_schedule as plot_schedule
-    from lightning_tricks.lr_schedules.core.scheduler import FactorLR as FactorLR
+    from lightning_tricks.lr_schedules.core.schedules import FactorLR as FactorLR
     from lightning_tricks.lr_schedules.core.schedules import constant as constant
     from lightning_tricks.lr_schedules.core.schedules import exponential as exponential
     from lightning_tricks.lr_schedules.core.schedules import inverse_sqrt as inverse_sqrt

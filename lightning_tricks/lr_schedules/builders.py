@@ -26,11 +26,9 @@ from lightning_tricks._lightning_compat.trainer import callbacks_of, is_fast_dev
 from lightning_tricks._shared.text import counted, list_names
 from lightning_tricks.lr_schedules.core.combined_optimizer import CombinedOptimizer
 from lightning_tricks.lr_schedules.core.optimizer_spec import OptimizerSpec
-from lightning_tricks.lr_schedules.core.parameter_groups import groups_of_part
-from lightning_tricks.lr_schedules.core.parameter_parts import Part, parts_of
+from lightning_tricks.lr_schedules.core.parameter_groups import Part, groups_of_part, parts_of
 from lightning_tricks.lr_schedules.core.schedule_spec import Factor, RunTooShortError, ScheduleSpec
-from lightning_tricks.lr_schedules.core.scheduler import FactorLR
-from lightning_tricks.lr_schedules.core.schedules import constant
+from lightning_tricks.lr_schedules.core.schedules import FactorLR, constant
 
 _REMEDY = "give ScheduleSpec(total=...), or the Trainer max_steps"
 

@@ -15,39 +15,32 @@ def add_to(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "schedule", help="show a learning rate schedule, step by step"
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--kind",
         default="warmup_cosine",
         help="kind of schedule: warmup_cosine, wsd, multistep, ... (default: %(default)s)",
     )
-    parser.add_argument("--total", type=int, required=True, metavar="N", help="number of optimizer steps of the run")
-    parser.add_argument("--lr", type=float, default=1e-3, help="base learning rate (default: %(default)s)")
+    add("--total", type=int, required=True, metavar="N", help="number of optimizer steps of the run")
+    add("--lr", type=float, default=1e-3, help="base learning rate (default: %(default)s)")
     duration = "a number, a fraction of the run, or a string such as '500 steps'"
-    parser.add_argument("--warmup", type=_duration, help=f"length of the warm-up: {duration}")
-    parser.add_argument(
-        "--milestones", type=_duration, nargs="+", help=f"milestones of the kind multistep; each is {duration}"
-    )
-    parser.add_argument("--gamma", type=float, help="factor of the kinds multistep, step and exponential")
-    parser.add_argument("--step-size", type=_duration, help=f"length of each step of the kind step: {duration}")
-    parser.add_argument("--power", type=float, help="exponent of the kind polynomial (default: 1)")
-    parser.add_argument(
-        "--decay", type=_duration, help=f"length of the final decay of the kind wsd: {duration} (default: 0.2)"
-    )
-    parser.add_argument(
-        "--start-factor", type=float, help="factor of the kind one_cycle at the first step (default: 0.04)"
-    )
-    parser.add_argument("--end-factor", type=float, help="factor of the base learning rate at the end")
-    parser.add_argument("--interval", default="step", help="unit of the schedule: step or epoch (default: %(default)s)")
-    parser.add_argument(
+    add("--warmup", type=_duration, help=f"length of the warm-up: {duration}")
+    add("--milestones", type=_duration, nargs="+", help=f"milestones of the kind multistep; each is {duration}")
+    add("--gamma", type=float, help="factor of the kinds multistep, step and exponential")
+    add("--step-size", type=_duration, help=f"length of each step of the kind step: {duration}")
+    add("--power", type=float, help="exponent of the kind polynomial (default: 1)")
+    add("--decay", type=_duration, help=f"length of the final decay of the kind wsd: {duration} (default: 0.2)")
+    add("--start-factor", type=float, help="factor of the kind one_cycle at the first step (default: 0.04)")
+    add("--end-factor", type=float, help="factor of the base learning rate at the end")
+    add("--interval", default="step", help="unit of the schedule: step or epoch (default: %(default)s)")
+    add(
         "--steps-per-epoch",
         type=int,
         metavar="N",
         help="number of optimizer steps of an epoch; required if a duration is in epochs",
     )
-    parser.add_argument(
-        "--plot", type=path_argument, metavar="FILE", help="plot the schedule to this .png, .svg or .pdf file"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add("--plot", type=path_argument, metavar="FILE", help="plot the schedule to this .png, .svg or .pdf file")
+    add("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run)
 
 

@@ -23,7 +23,7 @@ from lightning_tricks._shared.tensors import detach_tensors
 from lightning_tricks._shared.text import describe_error, list_names
 from lightning_tricks._torch_compat.memory import memory_that_ran_out
 from lightning_tricks.microbatching.core import batches, comparison
-from lightning_tricks.microbatching.core.targets import TargetMean
+from lightning_tricks.microbatching.core.batches import TargetMean
 
 _FITS = 2**62  # a size that no rank needs to shrink
 

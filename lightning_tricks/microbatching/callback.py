@@ -8,22 +8,15 @@ from typing import Any, Literal
 
 from torch import nn
 
-from lightning_tricks._callback import TrickCallback
+from lightning_tricks._callback import SHARDING, TrickCallback
 from lightning_tricks._lightning_compat.ddp import ddp_wrapper
-from lightning_tricks._lightning_compat.flavor import (
-    DeepSpeedStrategy,
-    FSDPStrategy,
-    LightningModule,
-    MisconfigurationException,
-    ModelParallelStrategy,
-    Trainer,
-)
+from lightning_tricks._lightning_compat.flavor import LightningModule, MisconfigurationException, Trainer
 from lightning_tricks._lightning_compat.microbatches import batches_run_by, losses_changed_by
 from lightning_tricks._lightning_compat.trainer import model_averager
 from lightning_tricks._shared.checks import check_choice, check_optional_count
 from lightning_tricks._shared.report_parts import Facts
 from lightning_tricks.microbatching.batch_runner import BatchRunner, Found
-from lightning_tricks.microbatching.core.targets import Count, TargetMean
+from lightning_tricks.microbatching.core.batches import Count, TargetMean
 
 
 class Microbatching(TrickCallback):
@@ -100,11 +93,8 @@ class Microbatching(TrickCallback):
                 "Microbatching needs automatic optimization, to know which backward passes belong to a batch: remove "
                 "`self.automatic_optimization = False`, or cut the batch in `training_step`."
             )
-        if isinstance(trainer.strategy, DeepSpeedStrategy | FSDPStrategy | ModelParallelStrategy):
-            raise MisconfigurationException(
-                f"Microbatching does not work under {type(trainer.strategy).__name__}: use DDP, or the "
-                "`train_micro_batch_size_per_gpu` of DeepSpeed's own configuration."
-            )
+        remedy = "use DDP, or the `train_micro_batch_size_per_gpu` of DeepSpeed's own configuration."
+        self.refuse_strategies(trainer, SHARDING, f"Microbatching does not work under {{}}: {remedy}")
         if self.count is not None:
             self._mean = TargetMean(self.count, trainer.strategy.root_device)
             self._installed.enter_context(losses_changed_by(trainer, self._mean.changed_loss))

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_tricks.model_report.callback import ModelReport as ModelReport
-    from lightning_tricks.model_report.core.report_summary import ModelMemory as ModelMemory
-    from lightning_tricks.model_report.core.report_summary import ModelReportSummary as ModelReportSummary
-    from lightning_tricks.model_report.core.report_summary import ParameterRow as ParameterRow
-    from lightning_tricks.model_report.core.summarize_model import summarize_model as summarize_model
+    from lightning_tricks.model_report.functional import ModelMemory as ModelMemory
+    from lightning_tricks.model_report.functional import ModelReportSummary as ModelReportSummary
+    from lightning_tricks.model_report.functional import ParameterRow as ParameterRow
+    from lightning_tricks.model_report.functional import summarize_model as summarize_model
 else:  # or a type checker would take any name for one of the package
     from lightning_tricks._lazy import lazy_names
 

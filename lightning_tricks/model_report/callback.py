@@ -18,8 +18,7 @@ from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.report_parts import Facts
 from lightning_tricks._shared.tensors import gather_objects
 from lightning_tricks._shared.text import describe_error, format_bytes
-from lightning_tricks.model_report.core.report_summary import ModelReportSummary
-from lightning_tricks.model_report.core.summarize_model import summarize_call
+from lightning_tricks.model_report.functional import ModelReportSummary, summarize_call
 
 
 class ModelReport(TrickCallback):
@@ -160,7 +159,8 @@ class ModelReport(TrickCallback):
         for logger in trainer.loggers:
             experiment: Any = getattr(logger, "experiment", None)
             if hasattr(experiment, "add_text"):
-                experiment.add_text("model_report", _as_code_block(str(self.summary)), trainer.global_step)
+                code = "\n".join(f"    {line}" for line in str(self.summary).splitlines())  # Markdown keeps its columns
+                experiment.add_text("model_report", code, trainer.global_step)
 
 
 def _with_ranks(unreached: list[list[str]]) -> list[str]:
@@ -173,8 +173,3 @@ def _with_ranks(unreached: list[list[str]]) -> list[str]:
         name if len(some) == len(unreached) else f"{name} (rank {', '.join(map(str, some))})"
         for name, some in ranks.items()
     ]
-
-
-def _as_code_block(text: str) -> str:
-    """Return text as a Markdown code block, which keeps its columns."""
-    return "\n".join(f"    {line}" for line in text.splitlines())

@@ -14,14 +14,11 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_tricks._callback import TrickCallback
+from lightning_tricks._callback import SHARDING, TrickCallback
 from lightning_tricks._lightning_compat.checkpoints import checkpoint_contents_changed
 from lightning_tricks._lightning_compat.flavor import (
-    DeepSpeedStrategy,
-    FSDPStrategy,
     LightningModule,
     MisconfigurationException,
-    ModelParallelStrategy,
     Trainer,
     rank_zero_warn,
 )
@@ -29,9 +26,9 @@ from lightning_tricks._lightning_compat.observers import around_validations
 from lightning_tricks._lightning_compat.trainer import callbacks_of, model_averager
 from lightning_tricks._shared.checks import check_choice
 from lightning_tricks._shared.patterns import name_as_in_
-from lightning_tricks._shared.tensors import parameters_of
+from lightning_tricks._shared.tensors import named_tensors, parameters_of
 from lightning_tricks._shared.text import list_names
-from lightning_tricks.moving_average.functional import MovingAverage, batch_statistics, named_tensors
+from lightning_tricks.moving_average.functional import MovingAverage, batch_statistics
 
 
 class ExponentialMovingAverage(TrickCallback):
@@ -102,8 +99,8 @@ class ExponentialMovingAverage(TrickCallback):
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        if isinstance(trainer.strategy, DeepSpeedStrategy | FSDPStrategy | ModelParallelStrategy):
-            _refuse(f"it does not average the shards of {type(trainer.strategy).__name__}: use DDP, or leave it out")
+        message = "ExponentialMovingAverage: it does not average the shards of {}: use DDP, or leave it out."
+        self.refuse_strategies(trainer, SHARDING, message)
         for kind in (kind.__name__ for callback in callbacks_of(trainer) for kind in type(callback).__mro__):
             if kind in ("StochasticWeightAveraging", "WeightAveraging"):  # the newest Lightning alone has both
                 _refuse(f"{kind} would replace the weights as well: remove one of them")

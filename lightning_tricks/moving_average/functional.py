@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tricks._shared.checks import check_count, check_fraction
-from lightning_tricks._shared.tensors import outside_inference_mode, to_double
+from lightning_tricks._shared.tensors import named_tensors, outside_inference_mode, to_double
 from lightning_tricks._torch_compat.foreach import foreach_add_, foreach_lerp_, foreach_mul_, foreach_sub
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -205,11 +205,6 @@ class MovingAverage(nn.Module):
         """Return the averages that a state dict does not have bit for bit, such as float32 of half precision."""
         averages = self.averages().items()
         return {name: average for name, average in averages if not _is_same(state_dict.get(name), average)}
-
-
-def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers of a module by name, tied ones by their first name."""
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def batch_statistics(module: nn.Module, owners: Mapping[int, int]) -> dict[str, int]:

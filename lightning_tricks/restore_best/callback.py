@@ -7,10 +7,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from lightning_tricks._callback import TrickCallback
+from lightning_tricks._callback import FLATTENING, TrickCallback
 from lightning_tricks._lightning_compat.flavor import (
-    DeepSpeedStrategy,
-    FSDPStrategy,
     LightningModule,
     MisconfigurationException,
     Trainer,
@@ -84,11 +82,8 @@ class RestoreBest(TrickCallback):
         self._fits = stage == "fit"
         if not self._fits:
             return
-        if isinstance(trainer.strategy, DeepSpeedStrategy | FSDPStrategy):
-            name = type(trainer.strategy).__name__
-            raise MisconfigurationException(
-                f"RestoreBest cannot read shards of {name}: use ModelParallelStrategy, or DDP."
-            )
+        message = "RestoreBest cannot read shards of {}: use ModelParallelStrategy, or DDP."
+        self.refuse_strategies(trainer, FLATTENING, message)
         self._forget()
         self._rank = [trainer.global_rank, trainer.world_size] if is_sharding(trainer.strategy) else []
 

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning_tricks.run_fingerprint.callback import RunFingerprint as RunFingerprint
+    from lightning_tricks.run_fingerprint.callback import assert_reproducible as assert_reproducible
     from lightning_tricks.run_fingerprint.core.comparison import Comparison as Comparison
     from lightning_tricks.run_fingerprint.core.comparison import Divergence as Divergence
     from lightning_tricks.run_fingerprint.core.comparison import compare as compare
     from lightning_tricks.run_fingerprint.core.fingerprint import fingerprint as fingerprint
     from lightning_tricks.run_fingerprint.core.record import FingerprintRecordError as FingerprintRecordError
     from lightning_tricks.run_fingerprint.core.record import read_ranks as read_ranks
-    from lightning_tricks.run_fingerprint.reproducibility import assert_reproducible as assert_reproducible
 else:  # or a type checker would take any name for one of the package
     from lightning_tricks._lazy import lazy_names
 

@@ -23,22 +23,21 @@ def add_to(commands: Any) -> None:
         description="Write the page of a run that RunReport recorded. For two runs, write a page that compares them. "
         "For more runs, or a folder of runs, print a table of them, the best first.",
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "folders",
         type=path_argument,
         metavar="DIR",
         nargs="+",
         help="the dirpath of a RunReport, or a folder of several",
     )
-    parser.add_argument(
+    add(
         "--out",
         type=path_argument,
         metavar="FILE",
         help="the file to write (default: report.html in DIR; for two runs, comparison.html in this folder)",
     )
-    parser.add_argument(
-        "--sort", metavar="KEY", help="print a table, sorted by this metric (default: one of validation)"
-    )
+    add("--sort", metavar="KEY", help="print a table, sorted by this metric (default: one of validation)")
     direction = parser.add_mutually_exclusive_group()
     direction.add_argument(
         "--max", dest="sign", action="store_const", const=1, default=0, help="print a table, the highest value first"
@@ -46,7 +45,7 @@ def add_to(commands: Any) -> None:
     direction.add_argument(
         "--min", dest="sign", action="store_const", const=-1, help="print a table, the lowest value first"
     )
-    parser.add_argument("--json", action="store_true", help="print the table as JSON")
+    add("--json", action="store_true", help="print the table as JSON")
     parser.set_defaults(run=_run)
 
 

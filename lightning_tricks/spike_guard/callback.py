@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from lightning_tricks._callback import TrickCallback
+from lightning_tricks._callback import FLATTENING, TrickCallback
 from lightning_tricks._guards import overriding
 from lightning_tricks._lightning_compat.fit import is_last_batch, num_batches_done
 from lightning_tricks._lightning_compat.flavor import (
-    DeepSpeedStrategy,
-    FSDPStrategy,
     LightningModule,
     MisconfigurationException,
     Trainer,
@@ -150,9 +148,7 @@ class SpikeGuard(TrickCallback):
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        if isinstance(trainer.strategy, DeepSpeedStrategy | FSDPStrategy):
-            name = type(trainer.strategy).__name__
-            raise MisconfigurationException(f"SpikeGuard does not see the steps of {name}: use DDP or FSDP2.")
+        self.refuse_strategies(trainer, FLATTENING, "SpikeGuard does not see the steps of {}: use DDP or FSDP2.")
         if self.mode == "skip" and not pl_module.automatic_optimization:
             raise _unskippable(
                 "manual optimization, where an optimizer may step before another one sees the spike",

@@ -91,6 +91,15 @@ def test_public_names_are_there_and_typed(name):
         package.nothing  # noqa: B018
 
 
+@pytest.mark.parametrize("room", _ROOMS)
+def test_no_function_bears_the_name_of_its_room(room):
+    """Nor a file, private or not: whoever reads `seeding` has to know what is meant."""
+    paths = [*(_PACKAGE / room).rglob("*.py")]
+    functions = (node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    names = {node.name.strip("_") for node in functions if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    assert room not in names | {path.stem for path in paths}
+
+
 def test_a_name_of_a_room_is_pointed_out():
     assert len(lightning_tricks.__all__) <= 45
     words = "'VotingClassifier'; write `from lightning_tricks.ensembles import VotingClassifier`"

@@ -26,12 +26,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
-from lightning_tricks import (
-    AutoResume,
-    GradientClipping,
-    cli,
-    seed_everything,
-)
+from lightning_tricks import AutoResume, GradientClipping, cli, seed_everything
 from lightning_tricks._shared.files import open_file
 from lightning_tricks._shared.tensors import parameters_of
 from lightning_tricks.auto_resume import CheckpointFolder, run_files
@@ -319,9 +314,7 @@ OTHERS = {  # what writes as well, and the `ckpt_path` of the script
 
 
 @pytest.mark.filterwarnings(
-    "ignore:.*the best checkpoint .* is gone",
-    "ignore:.*was called without a model",
-    "ignore:Checkpoint directory",
+    "ignore:.*the best checkpoint .* is gone", "ignore:.*was called without a model", "ignore:Checkpoint directory"
 )
 @pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available")
 @pytest.mark.parametrize("end", ["stopped", "crashed", "damaged"])

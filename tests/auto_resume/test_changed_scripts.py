@@ -397,10 +397,7 @@ EDITS = {
     "lr in several optimizers": Edit(
         {"lr": 0.01},
         {"optimizer": _several, "groups": (0.0, 0.0)},
-        refused=(
-            r"CombinedOptimizer.groups\[0\].lr: 0.1 -> 0.01",
-            r"CombinedOptimizer.groups\[1\].lr: 0.1 -> 0.01",
-        ),
+        refused=(r"CombinedOptimizer.groups\[0\].lr: 0.1 -> 0.01", r"CombinedOptimizer.groups\[1\].lr: 0.1 -> 0.01"),
         by_hand=_set_option("lr", 0.01),
     ),
     "another of several optimizers": Edit(

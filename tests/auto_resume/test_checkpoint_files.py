@@ -168,8 +168,7 @@ def test_a_later_release_is_refused(tmp_path):
     values.pop("checksum")
     path.write_text(json.dumps({**values, "checksum": _checksum(values)}))
     with pytest.raises(
-        UnusableFolderError,
-        match=rf"has format {FORMAT + 1}, .*formats up to {FORMAT}. Install a newer release",
+        UnusableFolderError, match=rf"has format {FORMAT + 1}, .*formats up to {FORMAT}. Install a newer release"
     ):
         folder.newest(pytest.fail)
     assert folder.problems().keys() == {path.parent}

@@ -187,9 +187,7 @@ NAMED = {
     "array of a subclass": Held(lambda: np.zeros(3).view(Grid), lambda it, n: it.__iadd__(n)),
     "array of objects": Held(lambda: np.array([[1], "b", None], object), lambda it, n: it[0].append(n)),
     "tensor of a subclass": Held(
-        lambda: torch.zeros(2).as_subclass(Mine),
-        lambda it, n: it.add_(n),
-        lambda it: it.tolist(),
+        lambda: torch.zeros(2).as_subclass(Mine), lambda it, n: it.add_(n), lambda it: it.tolist()
     ),
     "dict and its proxy": Held(
         lambda: [(it := {}), types.MappingProxyType(it)], lambda it, n: it[0].update({n: n}), lambda it: len(it[1])

@@ -462,11 +462,7 @@ REFUSED = {
     "two kinds of labels": ({"x": LOGITS, "y": LABELS, "label": LABELS}, "the labels as one of", TypeError),
     "words": ((LOGITS, ["cat"] * 60), r"labels must be numbers, .* got \['cat', ", TypeError),
     "indices of rows": ((LOGITS, LABELS, LABELS), "3 were given; a batch must contain what `forward` takes", TypeError),
-    "names of files": (
-        {"x": LOGITS, "y": LABELS, "id": ["a"] * 60},
-        "keyword .*: drop the rest in",
-        TypeError,
-    ),
+    "names of files": ({"x": LOGITS, "y": LABELS, "id": ["a"] * 60}, "keyword .*: drop the rest in", TypeError),
     "a label out of range": ((LOGITS, LABELS + 1), "Label 3 is not one of the 3 classes 0 to 2", ValueError),
     "ignored labels": ((LOGITS, torch.where(LABELS > 1, -100, LABELS)), "Label -100", ValueError),
     "float labels": ((LOGITS, LABELS.float()), "must be class indices .* float32", ValueError),

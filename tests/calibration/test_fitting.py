@@ -10,14 +10,9 @@ from sklearn.metrics import brier_score_loss, log_loss
 from torch.nn import functional
 from torchmetrics.functional.classification import multiclass_calibration_error
 
-from lightning_tricks._shared import calibration_scores as scores
+from lightning_tricks._shared import calibration as scores
 from lightning_tricks.calibration import Calibration, calibration_scores
-from lightning_tricks.calibration.functional import (
-    fit_calibration,
-    fit_temperature,
-    fit_vector,
-    isotonic_steps,
-)
+from lightning_tricks.calibration.functional import fit_calibration, fit_temperature, fit_vector, isotonic_steps
 from tests.metrics.test_probability_metrics import slow_values
 
 FEW = settings(max_examples=40, deadline=None, derandomize=True)

@@ -12,11 +12,7 @@ from torch import nn
 
 from lightning_tricks import load_weights
 from lightning_tricks._shared.text import render_text
-from lightning_tricks.checkpoint_remapping import (
-    AmbiguousAlignmentError,
-    CheckpointError,
-    RemapRule,
-)
+from lightning_tricks.checkpoint_remapping import AmbiguousAlignmentError, CheckpointError, RemapRule
 from lightning_tricks.checkpoint_remapping.core.matching.matches import Proposals
 from tests.checkpoint_remapping.models import module_of, randomized
 

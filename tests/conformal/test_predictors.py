@@ -472,11 +472,7 @@ def test_ensembles_of_regressors():
 
 
 def test_intervals_of_several_forms_are_equal():
-    forms = (
-        lambda x: torch.stack([x, x + 2], 1),
-        lambda x: (x, x + 2),
-        lambda x: [x.unsqueeze(1), x.unsqueeze(1) + 2],
-    )
+    forms = (lambda x: torch.stack([x, x + 2], 1), lambda x: (x, x + 2), lambda x: [x.unsqueeze(1), x.unsqueeze(1) + 2])
     x = torch.linspace(0.5, 3, 40)
     y = x + torch.linspace(-1, 4, 40)
     for score in ("normalised", "quantile"):

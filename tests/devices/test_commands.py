@@ -106,10 +106,9 @@ def test_a_driver_that_fails_while_it_is_watched(nvml, capsys, monkeypatch):
 
 
 _SCRIPT = """
-import signal, sys, threading
+import sys, threading
 from lightning_tricks.cli import main
 from tests.devices.fake_nvml import FakeGpu, FakeNvml
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts the tests with & has it ignored
 with FakeNvml([FakeGpu(), FakeGpu()]):
     status = main(sys.argv[1:])
 assert threading.active_count() == 1

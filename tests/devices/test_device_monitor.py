@@ -83,12 +83,7 @@ def test_nothing_measured_logs_nothing(tmp_path):
 @pytest.mark.trap("devices: in validation as well")
 def test_validation_has_keys_of_its_own(tmp_path):
     logger = CSVLogger(tmp_path)
-    fit(
-        DeviceMonitor(100, log_keys=HOST, stages=["val"]),
-        module=EvaluatedNet(),
-        logger=logger,
-        num_sanity_val_steps=2,
-    )
+    fit(DeviceMonitor(100, log_keys=HOST, stages=["val"]), module=EvaluatedNet(), logger=logger, num_sanity_val_steps=2)
     found = [row for row in rows(logger) if "host/val_data_wait" in row]
     assert [row["step"] for row in found] == [9, 19], "not in sanity checking"
     assert {key for key in found[0] if key.startswith("host")} >= {"host/val_data_wait", "host/val_ram_used_gib"}

@@ -9,9 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tricks.ensembles import AdversarialTrainingClassifier, AdversarialTrainingRegressor
-from lightning_tricks.ensembles.adversarial_training import (
-    extended_extremes,
-)
+from lightning_tricks.ensembles.adversarial_training import extended_extremes
 from tests.ensembles.nets import CNN, MLP, few, fit, same, some, values
 from tests.small import real_fp16
 

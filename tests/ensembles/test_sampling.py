@@ -15,12 +15,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from lightning_tricks.ensembles.core.sampling import (
-    MemberLoader,
-    member_orders,
-    tensors_in_memory,
-    why_not_reorder,
-)
+from lightning_tricks.ensembles.core.sampling import MemberLoader, member_orders, tensors_in_memory, why_not_reorder
 from lightning_tricks.ensembles.training_data import batch_of_member
 
 

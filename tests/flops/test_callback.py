@@ -203,7 +203,7 @@ class TestUtilization:
         """Time that passes in training and validation batches alone: two seconds in each."""
 
         ticks = [50]
-        monkeypatch.setattr("lightning_tricks.flops.mfu.time.perf_counter", lambda: 2.0 * len(ticks))
+        monkeypatch.setattr("lightning_tricks.flops.callback.time.perf_counter", lambda: 2.0 * len(ticks))
         return Hooks(**dict.fromkeys(("on_train_batch_start", "on_validation_batch_start"), lambda *_: ticks.append(0)))
 
     @pytest.mark.parametrize("accumulate", [1, 4])

@@ -12,9 +12,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_tricks import GradientClipping
 from lightning_tricks.gradient_clipping import skip_step_, skip_step_on_device_, skips_on_device
-from lightning_tricks.gradient_clipping.core.clip_state import ClipState
+from lightning_tricks.gradient_clipping.core.clip_state import ClipState, StepCounts
 from lightning_tricks.gradient_clipping.core.methods import ClipResult
-from lightning_tricks.gradient_clipping.core.step_counts import StepCounts
 from tests.contract.lab import SETTINGS, full
 from tests.small import HostReads, Net, real_fp16, same
 

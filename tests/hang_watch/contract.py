@@ -5,7 +5,7 @@ import json
 from lightning.pytorch import Callback
 
 from lightning_tricks import HangWatch
-from lightning_tricks.hang_watch.core.record import read_record
+from lightning_tricks.hang_watch.functional import read_record
 from tests.contract.case import Case
 from tests.contract.lab import Lab, Setting
 from tests.small import BATCHES

@@ -183,7 +183,7 @@ def test_the_worst_detections_are_first_with_names_and_scores(tmp_path, shown):
     trainer(images, CSVLogger(tmp_path)).validate(Detects(), loader(), verbose=False)
     ((tiles, captions, _),) = shown
     assert captions == [
-        *(f"dog at 88% (orange), is dog, cat, cat, cat and {number - 3} more (blue)" for number in (11, 10, 9)),
+        *(f"dog at 88% (orange), is dog, cat, cat, cat and {number - 3} more (blue)" for number in (11, 10, 9))
     ]
     for tile, number in zip(tiles, (11, 10, 9), strict=True):
         torch.testing.assert_close(tile, expected(PIXELS[int((number == NUMBERS).nonzero())], number))

@@ -530,10 +530,7 @@ def test_says_which_optimizer_steps_what(lightning_log):
     [
         ({}, r"which of them is for you to say"),
         ({"rest": OptimizerSpec()}, r"blocks\.\*\.up\.weight: 2 of 32x16\n"),
-        (
-            {"rest": OptimizerSpec()},
-            r"\n  only=\['blocks.\*.weight'\]  # without the first and",
-        ),
+        ({"rest": OptimizerSpec()}, r"\n  only=\['blocks.\*.weight'\]  # without the first and"),
         ({"rest": OptimizerSpec()}, r"\n  only=\['embedding.weight', .*, 'head.weight'\]  # all of them"),
         (
             {"only": ["bloks.*"], "rest": OptimizerSpec()},

@@ -76,10 +76,7 @@ def test_all_of_them_share_one_matrix_for_each_ignored_class():
 
 @pytest.mark.trap("metrics: compute_groups merge metrics whose states coincide after the first batch")
 def test_metrics_with_equal_states_after_the_first_batch_stay_apart():
-    metrics = {
-        "ignoring": tm.MulticlassF1Score(3, ignore_index=0),
-        "all": tm.MulticlassF1Score(3),
-    }
+    metrics = {"ignoring": tm.MulticlassF1Score(3, ignore_index=0), "all": tm.MulticlassF1Score(3)}
     preds, target = torch.tensor([1, 2, 1, 0, 0, 2]), torch.tensor([1, 2, 2, 0, 1, 0])
     suite = MetricSuite(metrics)
     suite.update(preds=preds[:3], target=target[:3])  # no class 0 in here: the states are equal

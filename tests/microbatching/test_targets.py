@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_tricks import AutoResume, GradientClipping, Microbatching, SpikeGuard
-from lightning_tricks.microbatching.core.targets import TargetMean, count_targets
+from lightning_tricks.microbatching.core.batches import TargetMean, count_targets
 from tests.microbatching.models import Memory, difference
 from tests.small import QUIET, Hooks, HostReads, local_sgd, real_fp16
 
@@ -203,11 +203,7 @@ def assert_ranks(got, whole, steps, tolerance=1e-12):
             assert torch.allclose(rank["weights"][name], value, rtol=tolerance, atol=tolerance), name
 
 
-EMPTY = {
-    "unequal": (),
-    "a rank without": tuple(range(1, 12, 2)),
-    "all ranks without": tuple(range(12, 24)),
-}
+EMPTY = {"unequal": (), "a rank without": tuple(range(1, 12, 2)), "all ranks without": tuple(range(12, 24))}
 
 
 @pytest.mark.parametrize("empty", EMPTY)

@@ -143,9 +143,7 @@ def test_what_one_changes_in_its_dicts_reaches_no_other():
 
 
 @pytest.mark.parametrize(
-    "field",
-    [field for field in dataclasses.fields(Tricks) if field.name != "verbose"],
-    ids=lambda field: field.name,
+    "field", [field for field in dataclasses.fields(Tricks) if field.name != "verbose"], ids=lambda field: field.name
 )
 def test_true_is_all_defaults_or_refused_and_false_is_off(field):
     beside = {"optimizer": _SGD} if field.name == "schedule" else {}
@@ -245,8 +243,7 @@ class _BehindItAgain(_BehindAForgetful):
 
 
 @pytest.mark.parametrize(
-    "module_class",
-    [_CallsSuper, _ForgetsSuper, _OfForgetful, _OverABase, _BehindAForgetful, _BehindItAgain],
+    "module_class", [_CallsSuper, _ForgetsSuper, _OfForgetful, _OverABase, _BehindAForgetful, _BehindItAgain]
 )
 def test_cooperates_with_the_modules_own_callbacks(module_class):
     trainer = _fit(module_class(tricks=Tricks(**_BOTH)), logger=True, log_every_n_steps=5)

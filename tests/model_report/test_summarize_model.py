@@ -219,7 +219,7 @@ def test_a_model_that_torchinfo_cannot_take_is_a_note():
 @pytest.mark.parametrize(("package", "what"), [("torchinfo", "no summary of the layers"), ("torchviz", "no graph")])
 def test_without_the_extra(package, what, monkeypatch):
     monkeypatch.setattr(
-        "lightning_tricks.model_report.core.summarize_model.find_spec", lambda name: None if name == package else sys
+        "lightning_tricks.model_report.functional.find_spec", lambda name: None if name == package else sys
     )
     summary = summarize_model(nn.Linear(8, 4), ROWS)
     assert summary.notes == (f"{what}: {package} is not installed ({install_command('reports')})",)

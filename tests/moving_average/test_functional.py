@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
+from lightning_tricks._shared.tensors import named_tensors
 from lightning_tricks.moving_average import MovingAverage, decay_at
-from lightning_tricks.moving_average.functional import batch_statistics, named_tensors
+from lightning_tricks.moving_average.functional import batch_statistics
 from tests.moving_average.contract import average_of
 from tests.small import same
 

@@ -11,12 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_tricks.predictions.core.columns import to_columns
 from lightning_tricks.predictions.core.formats import write_predictions
-from lightning_tricks.predictions.core.parts import (
-    KnownBatches,
-    MergedParts,
-    PartWriter,
-    weights_digest,
-)
+from lightning_tricks.predictions.core.parts import KnownBatches, MergedParts, PartWriter, weights_digest
 from tests.emulated_cuda.device import EmulatedCuda
 
 _BATCHES = st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 30), min_size=1, max_size=5)), max_size=8)

@@ -131,24 +131,9 @@ FAULTS = {
     "one flipped bit of one weight": ({"callbacks": [at_step(7, flip_bit)]}, 7, "forward", "net.1"),
     "a permuted weight": ({"callbacks": [at_step(13, permute_weight)]}, 13, "forward", "net.1"),
     "a random number drawn in between": ({"callbacks": [at_step(5, draw)]}, 5, "forward", "net.5"),
-    "one changed gradient": (
-        {"callbacks": [at_step(6, change_gradient, UPDATE)]},
-        6,
-        "update",
-        "net.2.weight",
-    ),
-    "another learning rate": (
-        {"callbacks": [at_step(6, change_rate, UPDATE)]},
-        6,
-        "update",
-        "net.1.weight",
-    ),
-    "a lost optimizer state": (
-        {"callbacks": [at_step(11, lose_state, UPDATE)]},
-        11,
-        "update",
-        "net.1.weight",
-    ),
+    "one changed gradient": ({"callbacks": [at_step(6, change_gradient, UPDATE)]}, 6, "update", "net.2.weight"),
+    "another learning rate": ({"callbacks": [at_step(6, change_rate, UPDATE)]}, 6, "update", "net.1.weight"),
+    "a lost optimizer state": ({"callbacks": [at_step(11, lose_state, UPDATE)]}, 11, "update", "net.1.weight"),
 }
 
 

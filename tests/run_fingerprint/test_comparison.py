@@ -141,11 +141,7 @@ def test_what_cannot_be_compared_is_refused():
         (record(), record(detail="step"), "A has detail='layer' and B has detail='step'"),
         (record(), record(world_size=2) * 2, "A has world_size=1 and B has world_size=2"),
         (record(world_size=2) * 2, record(), "A has world_size=2 and B has world_size=1"),
-        (
-            record(version=1),
-            record(),
-            "A has version=1 and B has version=2: .* same version of lightning_tricks",
-        ),
+        (record(version=1), record(), "A has version=1 and B has version=2: .* same version of lightning_tricks"),
         (record(), record(range(7, 9)), "no batch in common: A has steps 0 to 4, B has steps 7 to 8"),
         (record(), record(range(0)), "B has none"),
     ):

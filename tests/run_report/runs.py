@@ -166,8 +166,7 @@ HEALTHY: dict[str, RunRecord] = {
     "accumulation over an epoch": usual(setup={"trainer": {"accumulate_grad_batches": 20}}, step=20),
     "accumulation with a tail": usual(setup={"trainer": {"accumulate_grad_batches": 16}}, step=40),
     "monitors": usual(
-        monitors=[("ModelCheckpoint", "val/loss", True, 0), ("ReduceLROnPlateau", "val/acc", True, 20)],
-        setup=STEPPED,
+        monitors=[("ModelCheckpoint", "val/loss", True, 0), ("ReduceLROnPlateau", "val/acc", True, 20)], setup=STEPPED
     ),
     "monitor of a value for callbacks alone": usual(monitors=[("EarlyStopping", "hidden", True, 0)]),
     "monitor of steps, of which few are logged": replace(
@@ -175,8 +174,7 @@ HEALTHY: dict[str, RunRecord] = {
         rows=[Row("step", step, step // BATCHES, {"train/loss": 1 / (1 + step)}) for step in range(49, STEPS, 50)],
     ),
     "validation in each fifth epoch": replace(
-        run(length=9, monitors=[("EarlyStopping", "val/loss", True, 0)]),
-        rows=[Row("epoch", 99, 4, {"val/loss": 0.5})],
+        run(length=9, monitors=[("EarlyStopping", "val/loss", True, 0)]), rows=[Row("epoch", 99, 4, {"val/loss": 0.5})]
     ),
     "schedules to their end": usual(
         schedules=[
@@ -308,10 +306,7 @@ def waited(share: float) -> RunRecord:
 
 # finding -> what its sentence says, and runs that deserve it
 DESERVING: dict[str, tuple[str, list[RunRecord]]] = {
-    "stopped": (
-        r"^The run was stopped at step 70, in epoch 3\.$",
-        [usual(status="stopped", step=70, epochs=3)],
-    ),
+    "stopped": (r"^The run was stopped at step 70, in epoch 3\.$", [usual(status="stopped", step=70, epochs=3)]),
     "not finite": (
         r"loss\w* was (NaN|inf|-inf) at step",
         [
@@ -381,7 +376,7 @@ DESERVING: dict[str, tuple[str, list[RunRecord]]] = {
                     "grad_norm/1/pre_clip": constant(9.0),
                 },
                 parts=other_parts(clipping(9), clipping(STEPS, optimizer=1)),
-            ),
+            )
         ],
     ),
     "limit without effect": (
@@ -394,7 +389,7 @@ DESERVING: dict[str, tuple[str, list[RunRecord]]] = {
                     "grad_norm/1/pre_clip": constant(0.05),
                 },
                 parts=other_parts(clipping(), clipping(0, optimizer=1)),
-            ),
+            )
         ],
     ),
     "skipped": (

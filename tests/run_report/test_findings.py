@@ -168,11 +168,7 @@ CASES = {
         record_of({}, resumes=[Resume(5, 0, 0.0, ["module.cache"])]),
         record_of({}),
     ),
-    "not seeded": (
-        "The run was not seeded",
-        record_of({"a": [1.0]}, is_seeded=False),
-        record_of({"a": [1.0]}),
-    ),
+    "not seeded": ("The run was not seeded", record_of({"a": [1.0]}, is_seeded=False), record_of({"a": [1.0]})),
     "uncommitted": (
         "1 file differs from commit c0ffeec0ff: the differences are in the section Code.",
         record_of({}, git=GitState(**GIT, diff="+1", changed=[" M train.py", "?? notes"])),

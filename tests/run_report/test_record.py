@@ -82,11 +82,7 @@ def test_row_that_was_not_written_whole_is_left_out(tmp_path):
     ("name", "change", "words"),
     [
         (RUN_FILE, lambda text: "[]", "is not a file of RunReport"),
-        (
-            RUN_FILE,
-            lambda text: text.replace('"version": 2', '"version": 1'),
-            "version 1, and .* reads version 2",
-        ),
+        (RUN_FILE, lambda text: text.replace('"version": 2', '"version": 1'), "version 1, and .* reads version 2"),
         (RUN_FILE, lambda text: text.replace('"version": 2', '"version": 3'), "has version 3"),
         (RUN_FILE, lambda text: text.replace('"running"', '"flying"'), "status must be"),
         (RUN_FILE, lambda text: text.replace('"facts"', '"axioms"', 1), "is not a file of RunReport"),
@@ -362,10 +358,7 @@ def test_stage_of_a_key_is_found(case):
     [
         (-1, "loss total_loss std_loss loss_bbox loss/std kl_loss rmse val_err fid top1_error loss/scale_2_head"),
         (1, "acc mean_reward top5 f1_macro ema/auc"),
-        (
-            0,
-            "loss_scale kl_loss_weight loss/kl_weight loss_weights/kl loss_weight_kl amp-loss-scaling acc_std",
-        ),
+        (0, "loss_scale kl_loss_weight loss/kl_weight loss_weights/kl loss_weight_kl amp-loss-scaling acc_std"),
         (0, "err_ratio 0 loss_scale_0 specificity gloss lossy lr kl_weight"),
     ],
 )

@@ -17,7 +17,7 @@ from lightning.pytorch import Trainer
 from lightning_tricks import RunReport
 from lightning_tricks.auto_resume import CheckpointFolder
 from lightning_tricks.cli import _STAGES, main
-from lightning_tricks.hang_watch.core.record import RankRecord
+from lightning_tricks.hang_watch.functional import RankRecord
 from lightning_tricks.seeding import isolated_seeding
 from tests.architecture.persisted_names import actions_of, command_actions, subcommands
 from tests.devices.fake_nvml import FakeGpu, FakeNvml
@@ -182,10 +182,7 @@ _JSON = {
     "resume fetch": ("sent copy", {"": "folder state mirror", "checkpoints": _CHECKPOINT}),
     "resume status": (
         "run",
-        {
-            "": "folder state epoch max_epochs step max_steps pid host time damaged mirror",
-            "checkpoints": _CHECKPOINT,
-        },
+        {"": "folder state epoch max_epochs step max_steps pid host time damaged mirror", "checkpoints": _CHECKPOINT},
     ),
     "resume verify": ("run", {"": "file problem"}),
     "schedule": ("--total 10 --plot plot.png", {"": "kind total lr peak", "rows": "step factor lr"}),

@@ -164,10 +164,7 @@ def state_of(model, inputs):
     }
 
 
-COUNTING_OPTIONS = {
-    "forward": {},
-    "compare": {"compare": True, "backward": True},
-}
+COUNTING_OPTIONS = {"forward": {}, "compare": {"compare": True, "backward": True}}
 
 
 @pytest.mark.trap("flops: thop leaves buffers, hooks and evaluation mode behind; torchinfo flips frozen BatchNorm")

@@ -23,7 +23,7 @@ from lightning_tricks._shared.console import make_console
 from lightning_tricks._shared.fitting_table import FittingTable, FoldedName
 from lightning_tricks.checkpoint_remapping import align
 from lightning_tricks.flops.core.flops_count import FlopsCount, FlopsRow
-from lightning_tricks.model_report.core.report_summary import ModelMemory, ModelReportSummary, ParameterRow
+from lightning_tricks.model_report.functional import ModelMemory, ModelReportSummary, ParameterRow
 
 _MIB = 2**20
 # As transformers' BertForSequenceClassification names its parameters, and how large they are

@@ -456,18 +456,12 @@ def hydra_targets(job: Job) -> None:
             "data": {"_target_": f"{__name__}.Data", "batch_size": 4},
             "model": {"_target_": "tests.styles.scripts.Classifier"},
             "callbacks": new,
-            "logger": {
-                "_target_": "lightning.pytorch.loggers.CSVLogger",
-                "save_dir": str(job.folder),
-                "name": "logs",
-            },
+            "logger": {"_target_": "lightning.pytorch.loggers.CSVLogger", "save_dir": str(job.folder), "name": "logs"},
             "trainer": {"_target_": "lightning.Trainer", **job.settings()},
         }
     )
     callbacks = [hydra.utils.instantiate(callback) for callback in config.callbacks.values()]
     trainer = hydra.utils.instantiate(
-        config.trainer,
-        callbacks=[*callbacks, *job.probes()],
-        logger=hydra.utils.instantiate(config.logger),
+        config.trainer, callbacks=[*callbacks, *job.probes()], logger=hydra.utils.instantiate(config.logger)
     )
     trainer.fit(hydra.utils.instantiate(config.model), datamodule=hydra.utils.instantiate(config.data))

@@ -250,11 +250,7 @@ MISTAKES = {
         "The run cannot be resumed: it was stopped by SIGTERM in epoch 0, batch 5.",
         "contains a run that was started with other settings:\n  SGD.lr: 0.1 -> 0.01",
     ],
-    "draw_after_the_fit_resumed": [
-        "Training: No difference: 20 batches are equal",
-        "random_states.torch (end)",
-        AFTER,
-    ],
+    "draw_after_the_fit_resumed": ["Training: No difference: 20 batches are equal", "random_states.torch (end)", AFTER],
 }
 
 

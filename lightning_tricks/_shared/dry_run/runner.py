@@ -210,14 +210,9 @@ def _isolated() -> Iterator[None]:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.callback(torch.backends.mha.set_fastpath_enabled, fast_path)
         torch.backends.mha.set_fastpath_enabled(False)
-        _warm_up_autograd()
+        with torch.enable_grad():  # if the first backward pass of a process has no data, its forks cannot run any
+            torch.zeros((), requires_grad=True).backward()
         yield
-
-
-def _warm_up_autograd() -> None:
-    """Run a backward pass with data: if the first one of a process has none, its forked children cannot run any."""
-    with torch.enable_grad():
-        torch.zeros((), requires_grad=True).backward()
 
 
 @contextlib.contextmanager

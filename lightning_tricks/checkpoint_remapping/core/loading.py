@@ -17,6 +17,7 @@ from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.patterns import Pattern, parse_patterns
 from lightning_tricks._shared.tensors import is_on_meta
 from lightning_tricks._shared.text import format_shape, list_names
+from lightning_tricks.checkpoint_remapping.core import other_forms
 from lightning_tricks.checkpoint_remapping.core.atomic_loading import load_tensors
 from lightning_tricks.checkpoint_remapping.core.errors import (
     AmbiguousAlignmentError,
@@ -35,14 +36,6 @@ from lightning_tricks.checkpoint_remapping.core.matching.alignment import (
 from lightning_tricks.checkpoint_remapping.core.matching.alignment_search import find_tensors
 from lightning_tricks.checkpoint_remapping.core.matching.matches import Match, Mismatch, in_words, suggested_patterns
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed
-from lightning_tricks.checkpoint_remapping.core.other_forms import (
-    describe_codes,
-    find_codes,
-    find_normed,
-    is_widened,
-    normed_as_in,
-    resize_positions,
-)
 from lightning_tricks.checkpoint_remapping.core.remapping import RulesArgument, apply_rules, strip_wrappers
 
 Source = str | os.PathLike[str] | Checkpoint | Mapping[str, Any]
@@ -162,12 +155,7 @@ class LoadReport:
 
 
 def plan_loading(
-    module: nn.Module,
-    path: Source,
-    rules: RulesArgument = "auto",
-    *,
-    key: str | None = None,
-    **patterns: Patterns,
+    module: nn.Module, path: Source, rules: RulesArgument = "auto", *, key: str | None = None, **patterns: Patterns
 ) -> LoadPlan:
     """Do all of `load_weights` but the loading; the arguments are the same, and its patterns are those of names."""
     if isinstance(rules, str | os.PathLike):
@@ -202,11 +190,7 @@ class LoadPlan:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        checkpoint: Checkpoint,
-        rules: RulesArgument,
-        patterns: Mapping[str, Sequence[Pattern]],
+        self, module: nn.Module, checkpoint: Checkpoint, rules: RulesArgument, patterns: Mapping[str, Sequence[Pattern]]
     ) -> None:
         self.module, self.patterns = module, patterns
         self.source = _described(checkpoint.source)
@@ -219,19 +203,19 @@ class LoadPlan:
         tensors = _with_names_of_header(checkpoint, self.model_tensors)
         extra = {name: value for name, value in checkpoint.state_dict.items() if name.endswith("_extra_state")}
         extra = {new: extra[old] for old, new in strip_wrappers(extra).items() if new is not None}
-        tensors, normed = normed_as_in(tensors, self.model_tensors)
-        self._lacks_norm = bool(find_normed(self.model_tensors)) and not find_normed(tensors)
+        tensors, normed = other_forms.normed_as_in(tensors, self.model_tensors)
+        self._lacks_norm = bool(other_forms.find_normed(self.model_tensors)) and not other_forms.find_normed(tensors)
         self.rules = apply_rules(tensors, rules, self.model_tensors)
         self.alignment, self.loaded, self._aliases, notes = find_tensors(
             self.model_tensors, self.rules, patterns.get("allow_unexpected", ()), patterns.get("accept", ())
         )
         names = self.alignment.clean_names_in_file
         file = {name: self.rules.tensors[self.alignment.name_in_file(name)] for name in names}
-        codes = find_codes(self.alignment, file, self.model_tensors)
-        self._codes = describe_codes(codes, file) if codes else ""
+        codes = other_forms.find_codes(self.alignment, file, self.model_tensors)
+        self._codes = other_forms.describe_codes(codes, file) if codes else ""
         self._leave_out_other_kinds()
         self._notes = [*adapters, *normed, *notes]
-        widened = [name for name in self.loaded if is_widened(self.loaded[name], self.model_tensors[name])]
+        widened = [name for name in self.loaded if other_forms.is_widened(self.loaded[name], self.model_tensors[name])]
         if widened:
             self._notes.append(f"{list_names(widened)} have 8 bits in the file, and are loaded with that precision")
         self._loads_codes = any(not codes.keys().isdisjoint(match.ruled) for match in self.alignment.matches)
@@ -273,7 +257,7 @@ class LoadPlan:
                 kept.append(mismatch)
                 continue
             tensor = self.rules.tensors[self.alignment.name_in_file(mismatch.source)]
-            self.loaded[mismatch.target] = resize_positions(mismatch, tensor, self.module)
+            self.loaded[mismatch.target] = other_forms.resize_positions(mismatch, tensor, self.module)
             resized.append(f"{mismatch.target} was resized from {format_shape(mismatch.source_shape)}")
             match = Match((mismatch.source,), (mismatch.target,), reason="positions, resized to their new number")
             matches.append(match.with_names_in_file(self.rules.ruled))
@@ -437,7 +421,8 @@ def _problem(
     if resizable:
         allowed += f", {_patterns_for('interpolate', resizable, known)} resizes positions"
     count = "1 tensor is" if len(tensors) == 1 else f"{len(tensors)} tensors are"
-    return [f"{count} {what}: {_list_shortly([*map(str, tensors.values())], 180)} ({allowed})"]
+    texts = [*map(str, tensors.values())]
+    return [f"{count} {what}: {list_names(texts, min(_fitting(texts, 180), 4))} ({allowed})"]
 
 
 def _patterns_for(argument: str, names: Sequence[str], known: Sequence[str]) -> str:
@@ -447,10 +432,6 @@ def _patterns_for(argument: str, names: Sequence[str], known: Sequence[str]) -> 
     left = {name for name in names if not any(Pattern(pattern).matches(name) for pattern in patterns[:shown])}
     more = f" with patterns for {len(left):,} more" if left else ""
     return f"{argument}={patterns[:shown]}{more}"
-
-
-def _list_shortly(texts: Sequence[str], width: int) -> str:
-    return list_names(texts, min(_fitting(texts, width), 4))
 
 
 def _fitting(texts: Sequence[str], width: int) -> int:

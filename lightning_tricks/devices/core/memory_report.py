@@ -302,8 +302,9 @@ def live_storages(device: torch.device, named: Iterable[NamedTensor] = ()) -> li
         warnings.simplefilter("ignore")  # torch warns when the data of a fake tensor are asked for
         for name, kind, tensor in named:
             _add(found, device, tensor, name, kind)
-        for tensor in _tracked_tensors():
-            _add(found, device, tensor)
+        for value in gc.get_objects():
+            if issubclass(type(value), Tensor):  # `isinstance` would ask proxies for their `__class__`
+                _add(found, device, value)
     return list(found.values())
 
 
@@ -337,11 +338,6 @@ def _dense_parts(tensor: Tensor, inner: bool) -> Iterator[Tensor]:
         for part in parts:
             if issubclass(type(part), Tensor):
                 yield from _dense_parts(part, inner)
-
-
-def _tracked_tensors() -> list[Tensor]:
-    """Return the tensors that the garbage collector tracks; `isinstance` would ask proxies for their `__class__`."""
-    return [value for value in gc.get_objects() if issubclass(type(value), Tensor)]
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:

@@ -12,14 +12,7 @@ from typing import Any, Literal
 
 from lightning_tricks._shared.file_locks import lock_holder
 from lightning_tricks._shared.lightning_name import lightning_logger
-from lightning_tricks.devices.core.gpu_locks import (
-    choosing,
-    existing_lock_folder,
-    is_locked,
-    lock_folder,
-    lock_path,
-    try_lock,
-)
+from lightning_tricks.devices.core import gpu_locks
 from lightning_tricks.devices.core.nvml import NvmlUnavailableError
 from lightning_tricks.devices.core.result import (
     CPU,
@@ -140,8 +133,8 @@ def _choose_now(request: Request, nvml: Any) -> Selection:
     qualified = [device for device in machine.devices if problems[device.key] is None]
     if len(qualified) < request.n:
         raise _shortage(machine, problems, request)
-    folder = lock_folder() if request.lock else existing_lock_folder()
-    with choosing(folder) if folder else nullcontext():
+    folder = gpu_locks.lock_folder() if request.lock else gpu_locks.existing_lock_folder()
+    with gpu_locks.choosing(folder) if folder else nullcontext():
         chosen: list[VisibleDevice] = []
         locks: dict[str, int] = {}
         for device in in_order(qualified, request, used):
@@ -159,15 +152,15 @@ def _take(key: str, folder: Path | None, lock: bool, locks: dict[str, int]) -> s
     """Lock a device if `lock` is set, and return None, or say which process has locked it."""
     if folder is None:
         return None
-    path = lock_path(folder, key)
+    path = gpu_locks.lock_path(folder, key)
     if key in state.locks:
         if lock:
             locks[key] = state.locks[key]
         return None
     if not lock:
-        locked = is_locked(path)
+        locked = gpu_locks.is_locked(path)
     else:
-        descriptor = try_lock(path)
+        descriptor = gpu_locks.try_lock(path)
         locked = descriptor is None
         if descriptor is not None:
             locks[key] = descriptor
@@ -218,7 +211,7 @@ def _use_now(choice: Sequence[str], request: Request, nvml: Any) -> Selection:
         )
     locks: dict[str, int] = {}
     if leads and request.lock:
-        folder = lock_folder()
+        folder = gpu_locks.lock_folder()
         for key in choice:
             problem = _take(key, folder, True, locks)
             if problem is not None:

@@ -12,14 +12,7 @@ from typing import Any
 
 from lightning_tricks._shared.extras import import_extra
 from lightning_tricks.devices.core.device_summary import GIB, QUANTITIES
-from lightning_tricks.devices.core.gpu import (
-    THROTTLE_REASONS,
-    Gpu,
-    gpu_handles,
-    mig_handles,
-    read_field,
-    read_fields,
-)
+from lightning_tricks.devices.core.gpu import THROTTLE_REASONS, Gpu, gpu_handles, mig_handles, read_field, read_fields
 from lightning_tricks.devices.core.nvml import DeviceReader
 from lightning_tricks.devices.core.visible_devices import bare_uuid
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tricks._shared.rng import isolated_rng
+from lightning_tricks._shared.tensors import named_tensors
 from lightning_tricks.checkpoint_remapping.core.loading import load_weights
-from lightning_tricks.ensembles.core.members import tensors_of
 from lightning_tricks.ensembles.core.sampling import INITIAL_WEIGHTS, purpose_seed
 
 Factory = Callable[..., nn.Module]
@@ -161,7 +161,7 @@ def _copy_members(module: nn.Module, n: int, seed: int) -> tuple[list[nn.Module]
         member = copy.deepcopy(module)
         with isolated_rng(purpose_seed(seed, INITIAL_WEIGHTS, index)):
             kept = [name for name in reset_parameters(member) if name not in frozen]
-        own = tensors_of(member)
+        own = named_tensors(member)
         with torch.no_grad():
             for name, value in frozen.items():
                 own[name].copy_(value)

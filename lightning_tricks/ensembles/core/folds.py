@@ -70,7 +70,11 @@ def make_folds(cv: Any, size: int, targets: Tensor | None = None, *, stratified:
     if not isinstance(cv, list):
         is_number, stratified = isinstance(cv, int), stratified and targets is not None
         y = None if targets is None or (is_number and not stratified) else targets.numpy()
-        splitter = _splitter(cv, stratified) if is_number else cv
+        splitter: Any = cv
+        if is_number:
+            from sklearn.model_selection import KFold, StratifiedKFold  # takes a second
+
+            splitter = StratifiedKFold(cv) if stratified else KFold(cv)
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "The least populated class")  # it may have no row in a fold
@@ -80,12 +84,6 @@ def make_folds(cv: Any, size: int, targets: Tensor | None = None, *, stratified:
         cv = _parse_folds(pairs)
     _check_partition(cv, size)
     return list(cv)
-
-
-def _splitter(n_folds: int, stratified: bool) -> Any:
-    from sklearn.model_selection import KFold, StratifiedKFold  # takes a second
-
-    return StratifiedKFold(n_folds) if stratified else KFold(n_folds)
 
 
 def check_classes(folds: Sequence[Fold], labels: Tensor) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_tricks._shared.tensors import named_tensors
+
 
 class Members(nn.Module):
     """Members of an ensemble: n modules that take the same inputs.
@@ -101,7 +103,7 @@ class SequentialMembers(Members):
 
     def member_tensors(self, index: int) -> dict[str, Tensor]:
         """Return a member's parameters and buffers by their names in it."""
-        return tensors_of(self.member(index))
+        return named_tensors(self.member(index))
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Run each member on its own rows (n x B, ...): outputs (n, B, ...)."""
@@ -111,11 +113,6 @@ class SequentialMembers(Members):
     def forward_shared(self, *inputs: Tensor) -> Tensor:
         """Run all members on the same rows (B, ...): outputs (n, B, ...)."""
         return stack_outputs([member(*own_inputs(inputs)) for member in self.children()])
-
-
-def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers of a module by name."""
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def own_inputs(inputs: Sequence[Any]) -> list[Any]:

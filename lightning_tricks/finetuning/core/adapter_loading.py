@@ -12,6 +12,7 @@ from lightning_tricks._shared.added_parameters import added_names
 from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.text import list_names
 from lightning_tricks._torch_compat.modules import registered_tensor
+from lightning_tricks.finetuning.core import injection
 from lightning_tricks.finetuning.core.adapter_format import (
     AdapterConfig,
     Place,
@@ -22,25 +23,12 @@ from lightning_tricks.finetuning.core.adapter_format import (
     read_adapter,
     registered_or_computed,
 )
-from lightning_tricks.finetuning.core.injection import (
-    InjectionReport,
-    check_targets,
-    freeze_base,
-    kind_of_layer,
-    modules_by_name,
-    seeded_generator,
-)
-from lightning_tricks.finetuning.core.lora_injection import (
-    changes_at,
-    describe_lora,
-    owners_of_parameters,
-    put_changes,
-)
+from lightning_tricks.finetuning.core.lora_injection import changes_at, describe_lora, owners_of_parameters, put_changes
 from lightning_tricks.finetuning.core.lora_layers import LoRASettings, has_transposed_weight, weights_of
 
 
 @torch.no_grad()
-def load_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> InjectionReport:
+def load_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> injection.InjectionReport:
     """Load LoRA from files of `save_adapter` or of the peft library, in place.
 
     A plain model gets LoRA with the ranks and scales in the files, and is frozen except for LoRA and everything else
@@ -96,7 +84,7 @@ class _Adapter:
 
     def __init__(self, model: nn.Module, config: AdapterConfig, tensors: Mapping[str, Tensor]) -> None:
         self.model, self.config = model, config
-        self.modules = modules_by_name(model)
+        self.modules = injection.modules_by_name(model)
         self.pairs, self.values, self.frozen = parse_names(tensors, self.modules)
         for place, pair in self.pairs.items():
             if config.by_peft and config.is_old and layer_for_peft(place, self.pairs, self.modules) != place[0]:
@@ -135,7 +123,7 @@ class _Adapter:
         unknown = [layer for layer, _ in self.pairs if layer not in self.modules]
         if not unknown:
             without = [
-                f"{layer} ({kind_of_layer(self.modules[layer])})"
+                f"{layer} ({injection.kind_of_layer(self.modules[layer])})"
                 for layer, weight in self.pairs
                 if weight not in weights_of(self.modules[layer])
             ]
@@ -265,16 +253,16 @@ class _Adapter:
         missing = [".".join(place) for place in own if place not in self.factors]
         if missing:
             raise ValueError(f"the matrices of {len(missing)} weights are missing: {list_names(missing)}.")
-        check_targets(targets)
+        injection.check_targets(targets)
         settings = LoRASettings(dropout=self.config.dropout, use_rslora=self.config.use_rslora)
         ranks = {place: len(right) for place, (_, right) in self.factors.items()}
         changes = changes_at(self.modules, ranks)
-        freeze_base(self.model)
-        put_changes(changes, settings, seeded_generator())
+        injection.freeze_base(self.model)
+        put_changes(changes, settings, injection.seeded_generator())
         for place, change in changed_weights(self.modules):
             change.set_alpha(self._alpha_of(place), self.config.use_rslora)
 
-    def load_values(self) -> InjectionReport:
+    def load_values(self) -> injection.InjectionReport:
         """Set the changes and the further tensors, and report on the model."""
         trained = [name for name in self.values if name not in self.frozen]
         for name, value in self.values.items():

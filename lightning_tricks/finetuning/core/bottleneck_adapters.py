@@ -15,18 +15,8 @@ from torch.nn import functional as F  # noqa: N812
 from lightning_tricks._shared.added_parameters import AddedParameters
 from lightning_tricks._shared.checks import check_choice, check_count, check_fraction, check_number
 from lightning_tricks._shared.text import list_names
+from lightning_tricks.finetuning.core import injection
 from lightning_tricks.finetuning.core.class_extension import class_below, extend
-from lightning_tricks.finetuning.core.injection import (
-    DEFAULT_MODULES_TO_SAVE,
-    Injection,
-    InjectionReport,
-    check_selection,
-    draw_,
-    parameters_of,
-    parts_of,
-    refuse_own_forward,
-    unfuse,
-)
 from lightning_tricks.finetuning.core.lora_layers import is_linear, refuse_other_weights
 from lightning_tricks.finetuning.core.transformer_blocks import find_blocks, reads_weights_of_its_parts, widths_of
 
@@ -54,7 +44,7 @@ class AdapterSettings:
     nonlinearity: str | None = None
     scale: float | None = None
     exclude: str | Sequence[str] = ()
-    modules_to_save: str | Sequence[str] = DEFAULT_MODULES_TO_SAVE
+    modules_to_save: str | Sequence[str] = injection.DEFAULT_MODULES_TO_SAVE
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -65,7 +55,7 @@ class AdapterSettings:
         if self.scale is not None:
             check_number("scale", self.scale, above=0, at_most=1e9)
         check_fraction("dropout", self.dropout)
-        check_selection(self)
+        injection.check_selection(self)
 
     @property
     def shape(self) -> tuple[int, str, float, bool]:
@@ -77,7 +67,7 @@ class AdapterSettings:
 
 def add_adapters(
     model: nn.Module, settings: AdapterSettings | None = None, *, generator: torch.Generator | None = None
-) -> InjectionReport:
+) -> injection.InjectionReport:
     """Freeze a model, and put trainable bottleneck adapters behind, or beside, some of its layers, in place.
 
     At first the adapters add zero. Base weights keep their identity, names and values; new parameters are named
@@ -140,7 +130,7 @@ class BottleneckAdapter(AddedParameters):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw the initial values, with which the output is zero."""
         bound = 1 / math.sqrt(self.down_weight.shape[1])
-        draw_(self.down_weight, lambda drawn: drawn.uniform_(-bound, bound, generator=generator))
+        injection.draw_(self.down_weight, lambda drawn: drawn.uniform_(-bound, bound, generator=generator))
         for parameter in (self.down_bias, self.up_weight, self.up_bias):
             nn.init.zeros_(parameter)
 
@@ -211,7 +201,7 @@ def _add(out: Any, change: Tensor) -> Any:
     return (out[0] + change, *out[1:]) if isinstance(out, tuple) else out + change
 
 
-class AdapterInjection(Injection):
+class AdapterInjection(injection.Injection):
     """Bottleneck adapters of layers.
 
     Attributes:
@@ -233,7 +223,9 @@ class AdapterInjection(Injection):
             self.first = {last: self.modules[first] for last, first in pairs.items()} if is_parallel else {}
         else:
             targets = self._by_patterns()
-        refuse_own_forward({**targets, **{f"the first layer before {last}": part for last, part in self.first.items()}})
+        injection.refuse_own_forward(
+            {**targets, **{f"the first layer before {last}": part for last, part in self.first.items()}}
+        )
         self.widths: dict[str, tuple[int, int]] = {}
         for name, module in targets.items():
             (inputs, _), (_, outputs) = (widths_of(part) or (0, 0) for part in (self.first.get(name, module), module))
@@ -283,7 +275,7 @@ class AdapterInjection(Injection):
             if (first := self.first.get(name)) is not None:
                 extend(first, HandsOver)
                 first.handover = module.handover = Handover()  # type: ignore[assignment]
-        unfuse(self.model, self.targets.values())
+        injection.unfuse(self.model, self.targets.values())
 
     def planned(self) -> dict[int, Any]:
         """Return the ids of the adapters of the targets, and the settings that all share."""
@@ -293,11 +285,11 @@ class AdapterInjection(Injection):
         """Return the settings that an adapter shares with the others."""
         return part.shape
 
-    def report(self) -> InjectionReport:
+    def report(self) -> injection.InjectionReport:
         """Return which adapters the model has."""
         bottleneck = self.settings.bottleneck
         wide = [name for name, widths in self.widths.items() if bottleneck > min(widths)]
         remark = f"The bottleneck is wider than {list_names(wide)}." if wide else ""
         what = f"Adapters ({self.settings.kind}, bottleneck {bottleneck})"
-        added = parameters_of(parts_of(self.model, BottleneckAdapter))
-        return InjectionReport.of(self.model, what, self.targets, added, self.trained_whole(), remark)
+        added = injection.parameters_of(injection.parts_of(self.model, BottleneckAdapter))
+        return injection.InjectionReport.of(self.model, what, self.targets, added, self.trained_whole(), remark)

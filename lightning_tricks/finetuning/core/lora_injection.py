@@ -16,11 +16,7 @@ from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.text import list_names
 from lightning_tricks._torch_compat.modules import registered_tensor
 from lightning_tricks.finetuning.core.class_extension import check_restorable, extend, restore
-from lightning_tricks.finetuning.core.injection import (
-    Injection,
-    InjectionReport,
-    parameters_of,
-)
+from lightning_tricks.finetuning.core.injection import Injection, InjectionReport, parameters_of
 from lightning_tricks.finetuning.core.lora_layers import (
     CHANGE,
     LoRA,

@@ -13,19 +13,9 @@ from torch.nn import functional as F  # noqa: N812
 
 from lightning_tricks._shared.added_parameters import AddedParameters
 from lightning_tricks._shared.checks import check_count
+from lightning_tricks.finetuning.core import injection
 from lightning_tricks.finetuning.core.bottleneck_adapters import BottleneckAdapter
 from lightning_tricks.finetuning.core.class_extension import class_below, extend
-from lightning_tricks.finetuning.core.injection import (
-    DEFAULT_MODULES_TO_SAVE,
-    Injection,
-    InjectionReport,
-    check_selection,
-    draw_,
-    parameters_of,
-    parts_of,
-    refuse_own_forward,
-    unfuse,
-)
 
 
 @dataclass(frozen=True)
@@ -40,16 +30,16 @@ class PrefixSettings:
     length: int = 16
     target_modules: str | Sequence[str] = "attention"
     exclude: str | Sequence[str] = ()
-    modules_to_save: str | Sequence[str] = DEFAULT_MODULES_TO_SAVE
+    modules_to_save: str | Sequence[str] = injection.DEFAULT_MODULES_TO_SAVE
 
     def __post_init__(self) -> None:
         check_count("length", self.length)
-        check_selection(self)
+        injection.check_selection(self)
 
 
 def add_prefixes(
     model: nn.Module, settings: PrefixSettings | None = None, *, generator: torch.Generator | None = None
-) -> InjectionReport:
+) -> injection.InjectionReport:
     """Freeze a model, and put trainable keys and values before those of each `nn.MultiheadAttention`, in place.
 
     Base weights keep their identity, names and values; new parameters are `<attention>.prefix.keys` and `.values`.
@@ -102,7 +92,7 @@ class Prefix(AddedParameters):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw the initial values."""
         for parameter in (self.keys, self.values):
-            draw_(parameter, lambda drawn: drawn.normal_(0, 0.02, generator=generator))
+            injection.draw_(parameter, lambda drawn: drawn.normal_(0, 0.02, generator=generator))
 
     def forward(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values (batch, length + sequence, width) for projected ones (batch, sequence, width)."""
@@ -212,7 +202,7 @@ def _as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
 
 
-class PrefixInjection(Injection):
+class PrefixInjection(injection.Injection):
     """Prefixes of attentions."""
 
     settings_type = PrefixSettings
@@ -236,7 +226,7 @@ class PrefixInjection(Injection):
         targets = self.select(
             "target_modules", patterns, self.rest, lambda part: isinstance(part, nn.MultiheadAttention), what
         )
-        refuse_own_forward(targets)
+        injection.refuse_own_forward(targets)
         for name, module in targets.items():
             kind = class_below(module)
             if kind.forward is not nn.MultiheadAttention.forward:
@@ -257,7 +247,7 @@ class PrefixInjection(Injection):
             prefix = Prefix(weight, self.settings.length, attention.embed_dim, generator)
             module.add_module("prefix", prefix.train(module.training))
             extend(module, PrefixAttention)
-        unfuse(self.model, self.targets.values())
+        injection.unfuse(self.model, self.targets.values())
 
     def planned(self) -> dict[int, int]:
         """Return the ids of the prefixes of the targets, and their length."""
@@ -267,7 +257,8 @@ class PrefixInjection(Injection):
         """Return the length of a prefix."""
         return part.length
 
-    def report(self) -> InjectionReport:
+    def report(self) -> injection.InjectionReport:
         """Return which prefixes the model has."""
-        what, added = f"Prefixes (length {self.settings.length})", parameters_of(parts_of(self.model, Prefix))
-        return InjectionReport.of(self.model, what, self.targets, added, self.trained_whole())
+        what = f"Prefixes (length {self.settings.length})"
+        added = injection.parameters_of(injection.parts_of(self.model, Prefix))
+        return injection.InjectionReport.of(self.model, what, self.targets, added, self.trained_whole())

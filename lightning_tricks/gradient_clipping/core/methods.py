@@ -13,13 +13,7 @@ from torch import Tensor
 
 from lightning_tricks._shared.checks import check_count, check_number
 from lightning_tricks._shared.patterns import Pattern
-from lightning_tricks.gradient_clipping.core.clipping import (
-    adaptive_clip_grad_,
-    check_bound,
-    clip_grad_value_,
-    clip_grads_with_norm_,
-    gradient_norms,
-)
+from lightning_tricks.gradient_clipping.core import clipping
 
 
 class ClipResult(NamedTuple):
@@ -71,7 +65,7 @@ class ClipNorm(ClipMethod):
     max_norm: float = 1.0
 
     def __post_init__(self) -> None:
-        check_bound("max_norm", self.max_norm)
+        clipping.check_bound("max_norm", self.max_norm)
 
     def clip_(self, parameters: list[Tensor], total_norm: Tensor, norm_type: float, threshold: Any) -> ClipResult:
         """Clip to `max_norm`."""
@@ -93,12 +87,12 @@ class ClipValue(ClipMethod):
     clip_value: float
 
     def __post_init__(self) -> None:
-        check_bound("clip_value", self.clip_value)
+        clipping.check_bound("clip_value", self.clip_value)
 
     def clip_(self, parameters: list[Tensor], total_norm: Tensor, norm_type: float, threshold: Any) -> ClipResult:
         """Clamp each element."""
-        largest = gradient_norms(parameters, inf).total
-        clip_grad_value_(parameters, self.clip_value)
+        largest = clipping.gradient_norms(parameters, inf).total
+        clipping.clip_grad_value_(parameters, self.clip_value)
         return ClipResult(largest, self.clip_value)
 
 
@@ -124,7 +118,7 @@ class AGC(ClipMethod):
     exclude: str | Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        check_bound("clip_factor", self.clip_factor)
+        clipping.check_bound("clip_factor", self.clip_factor)
         check_number("eps", self.eps, above=0)
         patterns = (self.exclude,) if isinstance(self.exclude, str) else tuple(self.exclude)
         for pattern in patterns:
@@ -133,7 +127,7 @@ class AGC(ClipMethod):
 
     def clip_(self, parameters: list[Tensor], total_norm: Tensor, norm_type: float, threshold: Any) -> ClipResult:
         """Clip unit by unit."""
-        done = adaptive_clip_grad_(parameters, self.clip_factor, self.eps)
+        done = clipping.adaptive_clip_grad_(parameters, self.clip_factor, self.eps)
         return ClipResult(done.num_clipped, 0, norm_after=done.norm if norm_type == 2 else None)
 
 
@@ -230,7 +224,7 @@ def _clip_to_norm_(parameters: list[Tensor], max_norm: float | Tensor, total_nor
     applied = max_norm
     if isinstance(max_norm, Tensor):
         applied = torch.where(total_norm > max_norm, max_norm, torch.inf)  # at its own threshold it stays bit-identical
-    return ClipResult(total_norm, max_norm, clip_grads_with_norm_(parameters, applied, total_norm))
+    return ClipResult(total_norm, max_norm, clipping.clip_grads_with_norm_(parameters, applied, total_norm))
 
 
 class Threshold(Protocol):

@@ -194,7 +194,8 @@ class History:
                     overall.setdefault(name, {})[record.prefix] = value
             if parts:
                 by_class[record.prefix] = record.of_classes(class_names)
-        stages = sorted({record.prefix for record in self._records}, key=_by_stage)
+        prefixes = sorted({record.prefix for record in self._records})
+        stages = sorted(prefixes, key=lambda prefix: ("train", "val", "test").index(prefix.partition("/")[0]))
         table = _make_table("Metrics", ["metric", *stages], drop=["best", *stages[:-1]])
         if best:
             table.add_column("best")
@@ -212,10 +213,6 @@ def _make_table(title: str, columns: Sequence[str], drop: Sequence[str]) -> Fitt
     for column in table.columns[1:]:
         column.justify = "right"
     return table
-
-
-def _by_stage(prefix: str) -> tuple[int, str]:
-    return ("train", "val", "test").index(prefix.partition("/")[0]), prefix
 
 
 def _class_table(stage: str, values: Mapping[str, Mapping[str, float]]) -> FittingTable:

@@ -11,14 +11,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_tricks._shared.tensors import to_double
-from lightning_tricks.metrics.core import counts
-from lightning_tricks.metrics.core.metric_table import (
-    Task,
-    metrics_in,
-    stores_confusion_matrix,
-    task_of,
-    update_arguments,
-)
+from lightning_tricks.metrics.core import counts, metric_table
 
 MemberKey = tuple[str, bool]
 State = Any  # of tensors, lists and dicts of tensors and whole numbers
@@ -41,11 +34,11 @@ class MetricGroup(ABC):
 
     def __init__(self, members: Mapping[MemberKey, Metric]) -> None:
         self.members = dict(members)
-        names = [update_arguments(metric) for metric in members.values()]
+        names = [metric_table.update_arguments(metric) for metric in members.values()]
         self.required_inputs = set().union(*(required for required, _ in names))
         self.accepted_inputs = set().union(*(accepted for _, accepted in names))
         for metric in members.values():
-            for part in metrics_in(metric):
+            for part in metric_table.metrics_in(metric):
                 part.distributed_available_fn = _return_false  # the states of ranks are merged by `load`
 
     @abstractmethod
@@ -126,7 +119,7 @@ class ConfusionMatrixGroup(CountsGroup):
     def __init__(self, members: Mapping[MemberKey, Metric]) -> None:
         super().__init__(members)
         first = next(iter(self.members.values()))
-        self.task = cast(Task, task_of(first))
+        self.task = cast(metric_table.Task, metric_table.task_of(first))
         self._threshold = getattr(first, "threshold", 0.5)
         classes = self.task.classes or 0
         self.shape = {"binary": (2, 2), "multiclass": (classes, classes), "multilabel": (classes, 2, 2)}[self.task.kind]
@@ -155,7 +148,7 @@ class ConfusionMatrixGroup(CountsGroup):
         per_class = matrix[None] if self.task.kind == "binary" else matrix
         scores = dict(zip(("tp", "fp", "tn", "fn"), counts.stat_scores(per_class), strict=True))
         for metric in self.members.values():
-            set_states(metric, {"confmat": matrix} if stores_confusion_matrix(metric) else scores)
+            set_states(metric, {"confmat": matrix} if metric_table.stores_confusion_matrix(metric) else scores)
 
     def num_invalid(self) -> Tensor | int:
         """Return how many elements fell into no cell."""
@@ -172,7 +165,7 @@ class ScoreHistogram(CountsGroup):
     bins = 300
     most_classes = 20
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: metric_table.Task) -> None:
         super().__init__({})
         self.required_inputs = self.accepted_inputs = {"preds", "target"}
         self.task = task
@@ -282,7 +275,7 @@ class CurveGroup(CatGroup):
 
     def __init__(self, members: Mapping[MemberKey, Metric]) -> None:
         super().__init__(members)
-        self._kind = cast(Task, task_of(next(iter(members.values())))).kind
+        self._kind = cast(metric_table.Task, metric_table.task_of(next(iter(members.values())))).kind
 
     def flatten_batch(self, name: str, batch: Tensor) -> Tensor:
         """Flatten scores (N, ...), and those of classes or labels (N, C, ...) to (rows, C)."""

@@ -14,7 +14,7 @@ import torchmetrics.regression as tmr
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_tricks._shared import calibration_scores as scores
+from lightning_tricks._shared import calibration as scores
 from lightning_tricks._shared.tensors import to_double
 from lightning_tricks.metrics.core.counts import average_precision, not_ignored, roc_auc
 
@@ -278,35 +278,32 @@ class _OfOODScores(tm.BinaryPrecisionRecallCurve):
     """Base of the metrics of scores of any range, of which high ones mean "out of distribution", the target 1."""
 
     takes_any_score = True
+    value: Callable[[Tensor, Tensor], Tensor]
 
-    def positives_and_negatives(self) -> tuple[Tensor, Tensor]:
-        """Return the scores of what is out of distribution, and of what is not."""
+    def compute(self) -> Any:
+        """Return the value of the scores of what is out of distribution, and of what is not; a number."""
         preds, target = torch.cat(list(self.preds)), torch.cat(list(self.target))
-        return preds[target == 1], preds[target == 0]
+        return type(self).value(preds[target == 1], preds[target == 0])
 
 
 class OODAUROC(_OfOODScores):
     """Area under the ROC curve; NaN if one of the two does not occur."""
 
-    def compute(self) -> Any:
-        """Return the area, a number."""
-        return roc_auc(*self.positives_and_negatives())
+    value = staticmethod(roc_auc)
 
 
 class OODAveragePrecision(_OfOODScores):
     """Average precision of what is out of distribution (AUPR); NaN if one of the two does not occur."""
 
-    def compute(self) -> Any:
-        """Return the area, a number."""
-        return average_precision(*self.positives_and_negatives())
+    value = staticmethod(average_precision)
 
 
 class FalsePositiveRate95(_OfOODScores):
     """False positive rate at the highest threshold that finds 95 % of what is out of distribution; NaN if none is."""
 
-    def compute(self) -> Any:
+    @staticmethod
+    def value(positives: Tensor, negatives: Tensor) -> Tensor:
         """Return the rate, a number."""
-        positives, negatives = self.positives_and_negatives()
         if not len(positives) or not len(negatives):
             return torch.full((), torch.nan, device=positives.device)
         needed = -(-95 * len(positives) // 100)

@@ -297,9 +297,7 @@ def segmentation_metrics(num_classes: int, ignore_index: int | None = None) -> P
 
 
 def detection_metrics(
-    num_classes: int,
-    box_format: Literal["xyxy", "xywh", "cxcywh"] = "xyxy",
-    iou_type: Literal["bbox", "segm"] = "bbox",
+    num_classes: int, box_format: Literal["xyxy", "xywh", "cxcywh"] = "xyxy", iou_type: Literal["bbox", "segm"] = "bbox"
 ) -> Preset:
     """Make the metrics of object detection as COCO defines them, exact over all images of the dataset.
 

@@ -220,10 +220,7 @@ class MetricSuite:
         return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), state)  # type: ignore[no-any-return]
 
     def load(
-        self,
-        states: Sequence[Mapping[str, Any]],
-        device: torch.device | str | None = None,
-        samples: Sequence[int] = (),
+        self, states: Sequence[Mapping[str, Any]], device: torch.device | str | None = None, samples: Sequence[int] = ()
     ) -> None:
         """Replace the state by the merged states of several parts of the data, such as those of all ranks.
 

@@ -14,10 +14,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from lightning_tricks.auto_resume.core.attributes.attribute_access import (
-    has_only_attributes,
-    remembered_by_type,
-)
+from lightning_tricks.auto_resume.core.attributes.attribute_access import has_only_attributes, remembered_by_type
 
 FUNCTIONS = (type, types.FunctionType, types.BuiltinFunctionType, np.ufunc)  # what is known by its name
 CALLABLES = (types.FunctionType, types.MethodType, functools.partial)

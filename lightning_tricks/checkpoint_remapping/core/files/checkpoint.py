@@ -12,12 +12,13 @@ import torch
 from lightning_tricks._shared.read_budget import Budget
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError, NotACheckpointError
-from lightning_tricks.checkpoint_remapping.core.files.numpy_arrays import is_array, tensor_of
 from lightning_tricks.checkpoint_remapping.core.files.pickle_values import (
     MAX_NAME_LENGTH,
     Placeholder,
     describe_value,
     find_placeholders,
+    is_array,
+    tensor_of,
 )
 from lightning_tricks.checkpoint_remapping.core.files.storages import MapLocation
 

@@ -29,22 +29,13 @@ from lightning_tricks.checkpoint_remapping.core.errors import (
     NotACheckpointError,
     UnsafeCheckpointError,
 )
-from lightning_tricks.checkpoint_remapping.core.files.numpy_arrays import ARRAY, array_of_state
-from lightning_tricks.checkpoint_remapping.core.files.pickle_values import (
-    MAX_NAME_LENGTH,
-    Calls,
-    Constructor,
-    Global,
-    Placeholder,
-    describe_value,
-    fill,
-)
+from lightning_tricks.checkpoint_remapping.core.files import pickle_values
 
 
 def read_pickle(
     stream: Any,
     budget: Budget,
-    constructors: dict[str, Constructor] | None = None,
+    constructors: dict[str, pickle_values.Constructor] | None = None,
     persistent: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Read one pickle of any protocol, without importing or calling anything that it names.
@@ -66,7 +57,7 @@ def read_pickle(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # about escape sequences in strings of protocol 0
-            return _Machine(Calls(constructors or {}, budget), persistent, budget).run(stream)
+            return _Machine(pickle_values.Calls(constructors or {}, budget), persistent, budget).run(stream)
     except (CheckpointError, OSError, OverBudgetError):
         raise
     except Exception as error:  # of an instruction that does not fit what is on the stack, or of wrong arguments
@@ -101,7 +92,7 @@ _MOST_KEPT_IN_A_STATE = 32  # values of the memo that the state of an array adds
 class _Machine:
     """The stack, the memo, and one method for each instruction or family of them."""
 
-    def __init__(self, calls: Calls, persistent: Callable[[Any], Any] | None, budget: Budget) -> None:
+    def __init__(self, calls: pickle_values.Calls, persistent: Callable[[Any], Any] | None, budget: Budget) -> None:
         self.stack: list[Any] = []
         self.marks: list[int] = []  # where MARK was
         self.memo: dict[int, Any] = {}
@@ -216,7 +207,7 @@ class _Machine:
 
     def _set(self, items: list[Any]) -> None:
         """Add keys and values, which take turns, to the dict on top of the stack."""
-        fill(self._top("items", dict), zip(items[::2], items[1::2], strict=True), self.budget)
+        pickle_values.fill(self._top("items", dict), zip(items[::2], items[1::2], strict=True), self.budget)
 
     def _append(self) -> None:
         value = self.stack.pop()
@@ -228,12 +219,12 @@ class _Machine:
 
     def _additems(self) -> None:
         values = self._to_mark()
-        fill(self._top("elements", set), values, self.budget)
+        pickle_values.fill(self._top("elements", set), values, self.budget)
 
     def _top(self, part: str, kind: type) -> Any:
         """Return the container on top of the stack, or that of the placeholder there."""
         target = self.stack[-1]
-        container = getattr(target, part) if isinstance(target, Placeholder) else target
+        container = getattr(target, part) if isinstance(target, pickle_values.Placeholder) else target
         if not isinstance(container, kind):
             raise TypeError(f"it adds {part} to a {type(container).__name__}")
         return container
@@ -248,9 +239,12 @@ class _Machine:
         self._name(module, name)
 
     def _name(self, module: str, name: str) -> None:
-        if not (isinstance(module, str) and isinstance(name, str)) or len(module) + len(name) > MAX_NAME_LENGTH:
+        if (
+            not (isinstance(module, str) and isinstance(name, str))
+            or len(module) + len(name) > pickle_values.MAX_NAME_LENGTH
+        ):
             raise NotACheckpointError("a pickle with a class whose name is not text")
-        found = Global({"__builtin__": "builtins", "copy_reg": "copyreg"}.get(module, module), name)
+        found = pickle_values.Global({"__builtin__": "builtins", "copy_reg": "copyreg"}.get(module, module), name)
         self.stack.append(_DTYPES.get(str(found), found))
 
     def _reduce(self) -> None:
@@ -264,19 +258,19 @@ class _Machine:
 
     def _build(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]
-        if isinstance(target, Placeholder):
+        if isinstance(target, pickle_values.Placeholder):
             target.state = state
-            if target.name == ARRAY:
+            if target.name == pickle_values.ARRAY:
                 self._build_array(target)
         elif isinstance(target, OrderedDict):
             if isinstance(state, dict) and "_metadata" in state:
                 set_state_dict_versions(target, state["_metadata"])
         elif not isinstance(target, torch.Tensor):
-            raise UnsafeCheckpointError(f"a pickle that asks to change {describe_value(target)}")
+            raise UnsafeCheckpointError(f"a pickle that asks to change {pickle_values.describe_value(target)}")
 
-    def _build_array(self, described: Placeholder) -> None:
+    def _build_array(self, described: pickle_values.Placeholder) -> None:
         """Put an array in the place of its description, on the stack and in the memo, if it is one of numbers."""
-        array = array_of_state(described.state, self.budget)
+        array = pickle_values.array_of_state(described.state, self.budget)
         if array is None:
             return
         self.stack[-1] = array

@@ -18,12 +18,12 @@ import torch
 from lightning_tricks._shared.read_budget import Budget
 from lightning_tricks._torch_compat.tensors import negative_view
 from lightning_tricks.checkpoint_remapping.core.errors import NotACheckpointError
-from lightning_tricks.checkpoint_remapping.core.files.numpy_arrays import array_constructors
 from lightning_tricks.checkpoint_remapping.core.files.other_formats import DOWNLOAD_AGAIN
 from lightning_tricks.checkpoint_remapping.core.files.pickle_values import (
     Constructor,
     Global,
     Placeholder,
+    array_constructors,
     check_tensor,
     checked_sizes,
     describe_value,

@@ -121,10 +121,7 @@ class Found(NamedTuple):
 
 
 def find_tensors(
-    own: Mapping[str, torch.Tensor],
-    applied: AppliedRules,
-    left_over: Sequence[Pattern],
-    accept: Sequence[Pattern],
+    own: Mapping[str, torch.Tensor], applied: AppliedRules, left_over: Sequence[Pattern], accept: Sequence[Pattern]
 ) -> Found:
     """Match the tensors of a file, first those that rules name, then the others; of tied tensors only one name.
 

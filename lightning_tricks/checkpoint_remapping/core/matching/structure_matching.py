@@ -247,10 +247,7 @@ def _by_size(source_layers: list[Layer], target_layers: list[Layer]) -> Pairs:
 
 
 # Series come first: they are longer, so that two are less often equal by chance
-_PAIRINGS: tuple[_Pairing, ...] = (
-    *(_by_series(*templates) for templates in product(TEMPLATES, repeat=2)),
-    _by_size,
-)
+_PAIRINGS: tuple[_Pairing, ...] = (*(_by_series(*templates) for templates in product(TEMPLATES, repeat=2)), _by_size)
 
 
 def _pair_last(source_layers: list[Layer], target_layers: list[Layer]) -> Pairs:

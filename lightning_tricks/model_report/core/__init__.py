@@ -1,1 +1,0 @@
-"""The pure core: what a model is made of, for any training loop; no Lightning."""
