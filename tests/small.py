@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -37,6 +39,26 @@ QUIET = {
     "enable_model_summary": False,
     "num_sanity_val_steps": 0,
 }
+
+
+def cases(names: str, *rows: Any, ids: Any = None) -> pytest.MarkDecorator:
+    """Run a test with each row of a table: `@cases("size, fits", (1, True), (2, False))`."""
+    return pytest.mark.parametrize(names, rows, ids=ids)
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextmanager
+def recorded_warnings() -> Iterator[list[warnings.WarningMessage]]:
+    """Collect all warnings, repeated ones too."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield caught
 
 
 @cache

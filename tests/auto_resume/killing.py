@@ -49,7 +49,6 @@ def one_in_three_with_the_oldest(*cases: Any) -> list[Any]:
 
 
 def batches(options: dict[str, Any]) -> int:
-    """Batches of an epoch."""
     return {**DEFAULTS, **options}["samples"] // 4
 
 
@@ -163,7 +162,6 @@ def warned(folder: Path, wanted: str) -> bool:
 
 
 def phases_of(options: dict[str, Any]) -> list[str]:
-    """Return the phases that a run with these options has."""
     return [phase for phase in PHASES if options["validate"] != "none" or not ("valid" in phase or "sanity" in phase)]
 
 

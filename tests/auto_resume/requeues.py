@@ -120,8 +120,6 @@ class RequeuedNet(Net):
 
 
 class RunIds(Notes):
-    """A logger whose run has another id at each start."""
-
     def __init__(self, folder: Path, version: str) -> None:
         super().__init__(folder)
         self.run_id = version
@@ -192,8 +190,6 @@ def _weights(path: str) -> str:
 
 
 class Chain:
-    """A command that is requeued."""
-
     def __init__(self, folder: Path, requeues: int, seed: int) -> None:
         self.killed, self.whole, self.requeues = folder / "killed", folder / "whole", requeues
         self.chance = random.Random(seed)

@@ -43,8 +43,6 @@ class Task:
 
 @dataclass
 class Found:
-    """What the runs of one name did."""
-
     kills: Counter[str] = field(default_factory=Counter)
     runs: int = 0
     exact: int = 0
@@ -53,7 +51,6 @@ class Found:
 
 
 def random_options(chance: random.Random) -> dict[str, Any]:
-    """Choose a way to train."""
     workers = chance.choice((0, 0, 2))
     return {
         "workers": workers,
@@ -124,7 +121,6 @@ def chain(folder: Path, task: Task, chance: random.Random, found: Found, short: 
 
 
 def as_tables(found: dict[str, Found]) -> str:
-    """Return the result as Markdown."""
     versions = f"lightning {lightning.__version__}, torch {torch.__version__}, torchmetrics {torchmetrics.__version__}"
     total = sum(one.kills.total() for one in found.values())
     runs = sum(one.runs for one in found.values())

@@ -18,7 +18,7 @@ from lightning_tricks.seeding import isolated_rng
 from tests.auto_resume.killing import differences, kill_at, run
 from tests.auto_resume.test_objects import Argued
 from tests.auto_resume.training import ON_FILES
-from tests.small import QUIET, Net, loader, same
+from tests.small import QUIET, Net, cases, loader, same
 
 SMALL = {"samples": 28, "epochs": 2, "val_loaders": 1, "sanity": 0}
 KEEPS = {"checkpointing": [{"dirpath": "mine", "save_top_k": 1, "save_last": True, "every_n_train_steps": 3}]}
@@ -112,16 +112,14 @@ class Keeps(Net):
 
 
 @pytest.mark.filterwarnings("ignore:.*does not resume from a checkpoint that contains objects")
-@pytest.mark.parametrize(
-    ("module", "max_bytes", "asynchronous", "goes_on"),
-    [
-        (Net, 2**29, None, True),
-        (Net, 100, None, False),
-        (Net, 100, True, True),
-        (Net, 2**29, False, False),
-        (Keeps, 2**29, None, False),
-        (Argued, 2**29, None, False),
-    ],
+@cases(
+    "module, max_bytes, asynchronous, goes_on",
+    (Net, 2**29, None, True),
+    (Net, 100, None, False),
+    (Net, 100, True, True),
+    (Net, 2**29, False, False),
+    (Keeps, 2**29, None, False),
+    (Argued, 2**29, None, False),
 )
 def test_by_default_training_goes_on_where_a_copy_is_small_and_certain(
     tmp_path, monkeypatch, module, max_bytes, asynchronous, goes_on

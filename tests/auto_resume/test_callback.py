@@ -34,7 +34,7 @@ from lightning_tricks.auto_resume.core import signals
 from lightning_tricks.auto_resume.trainer_parts import SHAPING_SETTINGS
 from tests.auto_resume.killing import STOPPED
 from tests.contract.checks import Interrupts
-from tests.small import QUIET, Net, digits, loader, same
+from tests.small import QUIET, Net, cases, digits, loader, same
 
 NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
 
@@ -56,21 +56,19 @@ def weights(trainer):
     return {name: value.clone() for name, value in trainer.lightning_module.state_dict().items()}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"dirpath": ""}, "dirpath must be the path of a directory, got ''"),
-        ({"every_n_epochs": 1.5}, "every_n_epochs must be a whole number >= 1, got 1.5"),
-        ({"train_time_interval": 10}, "train_time_interval must be a timedelta or a dict.*got 10"),
-        ({"train_time_interval": {"minute": 1}}, "train_time_interval takes no 'minute'.*Did you mean 'minutes'?"),
-        ({"train_time_interval": {"minutes": 0}}, "must be positive"),
-        ({"keep_last": 0}, "keep_last must be a whole number >= 1, got 0"),
-        ({"signals": "SIGTERM"}, "signals must be a list of names, got 'SIGTERM'"),
-        ({"signals": ["TERM"]}, "signals must be one of SIG.*, got 'TERM'.*SIGTERM"),
-        ({"signals": ["SIGKILL"]}, "signals must be one of SIG.*, got 'SIGKILL'"),
-        ({"exit_code": 256}, r"exit_code must be in \[0, 255\], got 256"),
-        ({"on_failed_save": "retry"}, "on_failed_save must be one of warn, raise"),
-    ],
+@cases(
+    "arguments, words",
+    ({"dirpath": ""}, "dirpath must be the path of a directory, got ''"),
+    ({"every_n_epochs": 1.5}, "every_n_epochs must be a whole number >= 1, got 1.5"),
+    ({"train_time_interval": 10}, "train_time_interval must be a timedelta or a dict.*got 10"),
+    ({"train_time_interval": {"minute": 1}}, "train_time_interval takes no 'minute'.*Did you mean 'minutes'?"),
+    ({"train_time_interval": {"minutes": 0}}, "must be positive"),
+    ({"keep_last": 0}, "keep_last must be a whole number >= 1, got 0"),
+    ({"signals": "SIGTERM"}, "signals must be a list of names, got 'SIGTERM'"),
+    ({"signals": ["TERM"]}, "signals must be one of SIG.*, got 'TERM'.*SIGTERM"),
+    ({"signals": ["SIGKILL"]}, "signals must be one of SIG.*, got 'SIGKILL'"),
+    ({"exit_code": 256}, r"exit_code must be in \[0, 255\], got 256"),
+    ({"on_failed_save": "retry"}, "on_failed_save must be one of warn, raise"),
 )
 def test_bad_arguments(arguments, words):
     with pytest.raises((TypeError, ValueError), match=words):
@@ -181,9 +179,8 @@ def test_each_setting_that_shapes_the_training_is_asked_about(tmp_path):
     assert OTHER_SETTINGS.keys() == {*SHAPING_SETTINGS, "precision", "min_epochs", "min_steps"}
     stop(AutoResume(tmp_path))
     for name, value in OTHER_SETTINGS.items():
-        with pytest.raises(
-            MisconfigurationException, match=rf"(?i)settings:\n(.*\n)*?  Trainer\.{name}: .* -> '?{value}"
-        ):
+        words = rf"(?i)settings:\n(.*\n)*?  Trainer\.{name}: .* -> '?{value}"
+        with pytest.raises(MisconfigurationException, match=words):
             fit(AutoResume(tmp_path), **{name: value})
     assert same(weights(fit(AutoResume(tmp_path))), weights(fit()))
 
@@ -511,9 +508,7 @@ def test_cadence(tmp_path):
     assert [one.epoch for one in CheckpointFolder(tmp_path / "c").manifests()] == [5, 4, 2]
 
 
-@pytest.mark.parametrize(
-    ("steps", "wanted"), [(None, [3, 6, 9, 12, 15, 18, 20]), (5, [3, 5, 8, 10, 13, 15, 18, 20, 20])]
-)
+@cases("steps, wanted", (None, [3, 6, 9, 12, 15, 18, 20]), (5, [3, 5, 8, 10, 13, 15, 18, 20, 20]))
 def test_time_counts_from_the_last_save_whatever_asked_for_it(tmp_path, monkeypatch, steps, wanted):
     seconds = [0.0]
 
@@ -575,9 +570,8 @@ def test_a_fit_without_optimizers(tmp_path, returned, automatic):
 
 @pytest.mark.filterwarnings("ignore:.*fit will run with no optimizer")
 def test_steps_that_nobody_counts_are_told(tmp_path):
-    with pytest.warns(
-        UserWarning, match="every_n_train_steps=2 saved nothing in the first epoch, as Lightning counted"
-    ):
+    words = "every_n_train_steps=2 saved nothing in the first epoch, as Lightning counted"
+    with pytest.warns(UserWarning, match=words):
         fit(AutoResume(tmp_path, every_n_train_steps=2), module=lambda: Means(None, False), epochs=3)
 
 

@@ -18,6 +18,7 @@ from lightning_tricks.auto_resume import CheckpointFolder, save_durably
 from lightning_tricks.auto_resume.core.checkpoint_folder import FORMAT, UnusableFolderError, _checksum, fit_folders
 from tests.auto_resume import stored_format
 from tests.auto_resume.training import signal_at_change
+from tests.small import cases
 
 KNOWN = {"epoch": 1, "step": 2, "batches": 3, "finished": False}
 
@@ -140,9 +141,12 @@ def test_a_bit_that_flips_in_a_manifest_is_damage(tmp_path):
         assert folder.manifests() == [] or (place > 0 and data[place : place + 1].isspace())
 
 
-@pytest.mark.parametrize(
+@cases(
     "lie",
-    [{"file": "000009-epoch=0-step=1"}, {"shards": {"../meta.pt": ["0" * 64, 1]}}, {"format": "3"}, {"format": None}],
+    {"file": "000009-epoch=0-step=1"},
+    {"shards": {"../meta.pt": ["0" * 64, 1]}},
+    {"format": "3"},
+    {"format": None},
 )
 def test_a_forged_manifest_is_damaged(tmp_path, lie):
     folder = CheckpointFolder(tmp_path)

@@ -14,7 +14,7 @@ from lightning_tricks.auto_resume import CheckpointFolder
 from lightning_tricks.auto_resume.core.store.mirror import Mirror
 from lightning_tricks.auto_resume.core.store.object_store import ObjectStore, StoreError
 from lightning_tricks.cli import main
-from tests.small import Net, fit, loader, same
+from tests.small import Net, cases, fit, loader, same
 
 KNOWN = {"epoch": 1, "batches": 0, "finished": False}
 
@@ -188,13 +188,11 @@ def test_a_run_at_an_address_is_shown_fetched_resumed_and_its_weights_are_loaded
     assert same(resumed.state_dict(), run(epochs=2).state_dict())
 
 
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [
-        (lambda place: HangWatch("1 hour", dirpath=place), "dirpath"),
-        (lambda place: ModelReport(dirpath=place), "dirpath"),
-        (lambda place: RunFingerprint(f"{place}/run.jsonl"), "path"),
-    ],
+@cases(
+    "make, name",
+    (lambda place: HangWatch("1 hour", dirpath=place), "dirpath"),
+    (lambda place: ModelReport(dirpath=place), "dirpath"),
+    (lambda place: RunFingerprint(f"{place}/run.jsonl"), "path"),
     ids=["HangWatch", "ModelReport", "RunFingerprint"],
 )
 def test_what_callbacks_write_below_the_scratch_folder_is_sent_as_their_refusal_of_an_address_says(

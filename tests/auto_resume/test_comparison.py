@@ -4,12 +4,12 @@ import copy
 import time
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_tricks.auto_resume.core.attributes.encoding import differing_paths
+from tests.small import cases
 
 _LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
 _VALUES = st.recursive(
@@ -24,19 +24,17 @@ def test_a_value_equals_its_copy(value):
     assert list(differing_paths(value, copy.deepcopy(value))) == []
 
 
-@pytest.mark.parametrize(
-    ("restored", "places"),
-    [
-        ({"a": [1, torch.ones(2)], "b": {"c": 0.5}}, []),
-        ({"a": [1, torch.ones(2)], "b": {"c": 0.5}, "more": 1}, []),
-        ({"a": [2, torch.ones(2)], "b": {"c": 0.5}}, ["a.0"]),
-        ({"a": [1, torch.tensor([1.0, 1.0 + 2**-23])], "b": {"c": 0.5}}, ["a.1"]),
-        ({"a": [1, torch.ones(1, 2)], "b": {"c": 0.5}}, ["a.1"]),
-        ({"a": [1], "b": {"c": 0.5}}, ["a"]),
-        ({"a": [1, torch.ones(2)], "b": {}}, ["b.c"]),
-        ({"a": [1, torch.ones(2)]}, ["b.c"]),
-        ({"a": [1, torch.ones(2)], "b": {"c": float("nan")}}, ["b.c"]),
-    ],
+@cases(
+    "restored, places",
+    ({"a": [1, torch.ones(2)], "b": {"c": 0.5}}, []),
+    ({"a": [1, torch.ones(2)], "b": {"c": 0.5}, "more": 1}, []),
+    ({"a": [2, torch.ones(2)], "b": {"c": 0.5}}, ["a.0"]),
+    ({"a": [1, torch.tensor([1.0, 1.0 + 2**-23])], "b": {"c": 0.5}}, ["a.1"]),
+    ({"a": [1, torch.ones(1, 2)], "b": {"c": 0.5}}, ["a.1"]),
+    ({"a": [1], "b": {"c": 0.5}}, ["a"]),
+    ({"a": [1, torch.ones(2)], "b": {}}, ["b.c"]),
+    ({"a": [1, torch.ones(2)]}, ["b.c"]),
+    ({"a": [1, torch.ones(2)], "b": {"c": float("nan")}}, ["b.c"]),
 )
 def test_paths_are_named(restored, places):
     assert list(differing_paths({"a": [1, torch.ones(2)], "b": {"c": 0.5}}, restored)) == places

@@ -18,7 +18,7 @@ from lightning_tricks.auto_resume import CheckpointFolder
 from lightning_tricks.auto_resume.core.signals import EARLY_SIGNALS
 from tests.auto_resume.killing import STOPPED, differences, resumed_at, run
 from tests.contract.checks import Interrupts
-from tests.small import QUIET, EvaluatedNet, Net, loader
+from tests.small import QUIET, EvaluatedNet, Net, cases, loader
 
 EARLY = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 OPTIONS = {"samples": 28, "epochs": 2, "validate": 3}
@@ -52,9 +52,11 @@ def trainer(*callbacks, **options):
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize(
-    ("moment", "name", "saves"),
-    [("prepare_data", "SIGUSR1", 0), ("on_sanity_check_start", "SIGUSR1", 0), ("training_step", "SIGTERM", 1)],
+@cases(
+    "moment, name, saves",
+    ("prepare_data", "SIGUSR1", 0),
+    ("on_sanity_check_start", "SIGUSR1", 0),
+    ("training_step", "SIGTERM", 1),
 )
 def test_the_run_stops_at_its_first_save_point_or_before_the_first_batch(tmp_path, moment, saves, name):
     killed, whole = tmp_path / "killed", tmp_path / "whole"
@@ -66,14 +68,12 @@ def test_the_run_stops_at_its_first_save_point_or_before_the_first_batch(tmp_pat
 
 @pytest.mark.oldest
 @pytest.mark.trap("resume: SIGTERM saves nothing and exits 0; SIGINT saves nothing; SystemExit is 1 under ddp_fork")
-@pytest.mark.parametrize(
-    ("moment", "name", "rank"),
-    [
-        ("script", "SIGTERM", 0),
-        ("configure_model", "SIGUSR1", 1),
-        ("on_train_batch_end", "SIGTERM", "launcher"),
-        ("on_train_batch_end", "SIGINT", 1),
-    ],
+@cases(
+    "moment, name, rank",
+    ("script", "SIGTERM", 0),
+    ("configure_model", "SIGUSR1", 1),
+    ("on_train_batch_end", "SIGTERM", "launcher"),
+    ("on_train_batch_end", "SIGINT", 1),
 )
 def test_a_signal_to_one_process_stops_all_ranks(tmp_path, moment, name, rank):
     killed, whole = tmp_path / "killed", tmp_path / "whole"

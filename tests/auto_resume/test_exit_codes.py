@@ -12,15 +12,13 @@ from lightning.pytorch import Callback, Trainer
 
 from lightning_tricks import AutoResume, seed_everything
 from tests.auto_resume.killing import STOPPED, resumed_at, run
-from tests.small import QUIET, Net, fork, loader
+from tests.small import QUIET, Net, cases, fork, loader
 
 trainers = []
 HANDS_ON = {"arguments": {"signals": ["SIGTERM", "SIGUSR2"]}}
 
 
 class Does(Callback):
-    """Does something after step 5."""
-
     def __init__(self, what):
         self._what = what
 
@@ -73,27 +71,25 @@ def last_line(folder):
     return (folder / "output.txt").read_text().strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    ("options", "code", "said"),
-    [
-        ({}, 0, "`Trainer.fit` stopped: `max_epochs=2` reached"),
-        ({"what": "SIGTERM"}, STOPPED, "stopped by SIGTERM at step 5. Run the same command again to resume"),
-        ({"what": "SIGUSR1 before"}, STOPPED, "stopped by SIGUSR1 before the first batch. Run the same command again"),
-        (
-            {"what": "full disk and SIGTERM", "arguments": {"asynchronous": False}},
-            STOPPED,
-            "stopped by SIGTERM at step 5. Run the same command again",
-        ),
-        (
-            {"what": "full disk and SIGTERM", "arguments": {"asynchronous": False, "on_failed_save": "raise"}},
-            1,
-            "could not be saved in",
-        ),
-        ({"what": "raises"}, 1, "ZeroDivisionError: of the user"),
-        ({"what": "raises", "ranks": 2}, 1, "ZeroDivisionError: of the user"),
-        ({"what": "SIGINT"}, STOPPED, "stopped by SIGINT at step 5. Run the same command again"),
-        ({"what": "SIGINT and SIGINT"}, 1, "Detected KeyboardInterrupt"),
-    ],
+@cases(
+    "options, code, said",
+    ({}, 0, "`Trainer.fit` stopped: `max_epochs=2` reached"),
+    ({"what": "SIGTERM"}, STOPPED, "stopped by SIGTERM at step 5. Run the same command again to resume"),
+    ({"what": "SIGUSR1 before"}, STOPPED, "stopped by SIGUSR1 before the first batch. Run the same command again"),
+    (
+        {"what": "full disk and SIGTERM", "arguments": {"asynchronous": False}},
+        STOPPED,
+        "stopped by SIGTERM at step 5. Run the same command again",
+    ),
+    (
+        {"what": "full disk and SIGTERM", "arguments": {"asynchronous": False, "on_failed_save": "raise"}},
+        1,
+        "could not be saved in",
+    ),
+    ({"what": "raises"}, 1, "ZeroDivisionError: of the user"),
+    ({"what": "raises", "ranks": 2}, 1, "ZeroDivisionError: of the user"),
+    ({"what": "SIGINT"}, STOPPED, "stopped by SIGINT at step 5. Run the same command again"),
+    ({"what": "SIGINT and SIGINT"}, 1, "Detected KeyboardInterrupt"),
 )
 def test_an_exit_status_tells_a_scheduler_whether_to_start_the_run_again(tmp_path, options, code, said):
     assert run(tmp_path, options, script=script) == code
@@ -104,17 +100,15 @@ def test_an_exit_status_tells_a_scheduler_whether_to_start_the_run_again(tmp_pat
         assert set(resumed_at(tmp_path)) <= set(known.get(options["what"], [4]))
 
 
-@pytest.mark.parametrize(
-    ("options", "code", "said"),
-    [
-        ({"handler": "exits", "what": "SIGUSR2"}, 44, ["handed to"]),
-        ({"handler": "logs", "what": "SIGUSR2"}, STOPPED, ["handed to"]),
-        ({"handler": "raises", "what": "SIGUSR2"}, 1, ["handed to", "OSError: not requeued"]),
-        ({"handler": "exits", "what": "SIGTERM and SIGUSR2"}, 44, ["stopped by SIGTERM at step 5", "handed to"]),
-        ({"handler": "exits", "what": "SIGTERM"}, STOPPED, []),
-        ({"handler": "exits", "what": "to the launcher", "ranks": 2}, 44, ["handed to"]),
-        ({"handler": "exits", "what": "SIGUSR2", "ranks": 2}, STOPPED, []),  # the handler is that of the launcher
-    ],
+@cases(
+    "options, code, said",
+    ({"handler": "exits", "what": "SIGUSR2"}, 44, ["handed to"]),
+    ({"handler": "logs", "what": "SIGUSR2"}, STOPPED, ["handed to"]),
+    ({"handler": "raises", "what": "SIGUSR2"}, 1, ["handed to", "OSError: not requeued"]),
+    ({"handler": "exits", "what": "SIGTERM and SIGUSR2"}, 44, ["stopped by SIGTERM at step 5", "handed to"]),
+    ({"handler": "exits", "what": "SIGTERM"}, STOPPED, []),
+    ({"handler": "exits", "what": "to the launcher", "ranks": 2}, 44, ["handed to"]),
+    ({"handler": "exits", "what": "SIGUSR2", "ranks": 2}, STOPPED, []),  # the handler is that of the launcher
 )
 def test_a_signal_is_handed_to_the_handler_that_was_there_once_all_is_saved(tmp_path, options, code, said):
     assert run(tmp_path, {**HANDS_ON, **options}, script=script) == code

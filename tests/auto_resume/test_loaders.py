@@ -32,7 +32,7 @@ from lightning_tricks.auto_resume.core.signals import StopRequest
 from lightning_tricks.auto_resume.loader_tracker import LoaderTracker
 from lightning_tricks.seeding import capture_rng_state, isolated_rng, restore_rng_state
 from tests.contract.checks import Interrupts
-from tests.small import QUIET, Net, same
+from tests.small import QUIET, Net, cases, same
 
 pytestmark = pytest.mark.oldest
 
@@ -148,15 +148,11 @@ class OwnCollate:
 
 
 class Plain(Buffered):
-    """Numbers as they come."""
-
     def __iter__(self):
         return iter(torch.arange(self.size) + self.offset)
 
 
 class Drawing(Sampler):
-    """Draws each index when it is asked for it."""
-
     def __init__(self, size):
         self.size = size
 
@@ -305,9 +301,7 @@ def test_an_iterable_that_draws_while_it_is_read(monkeypatch, prefetches, at):
     assert all(torch.equal(a, b) for a, b in zip(again, batches[at + 1 : at + 1 + rest], strict=True))
 
 
-@pytest.mark.parametrize(
-    "kind", ["stream", "sampler", "sampler and workers", "shuffled", "at first", "stream in workers", "alone"]
-)
+@cases("kind", "stream", "sampler", "sampler and workers", "shuffled", "at first", "stream in workers", "alone")
 def test_draws_in_between_are_noticed_only_where_they_matter(kind):
     """A training step draws from the same generators."""
     matters = kind in ("stream", "sampler", "sampler and workers")
@@ -455,8 +449,6 @@ def test_workers_of_a_stopped_run_end_once_the_fit_was_left():
 
 
 class Caching(Noisy):
-    """Keeps what it read, and a counter."""
-
     def __init__(self, size):
         super().__init__(size)
         self.cache, self.count = {}, 0

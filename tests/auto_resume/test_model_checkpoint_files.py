@@ -15,7 +15,7 @@ from lightning_tricks import AutoResume, seed_everything
 from lightning_tricks.auto_resume import CheckpointFolder
 from lightning_tricks.auto_resume.model_checkpoint_files import ORIGIN_KEY, ModelCheckpointFiles, Origin, read_origin
 from tests.auto_resume.killing import run
-from tests.small import QUIET, Net, loader
+from tests.small import QUIET, Net, cases, loader
 
 pytestmark = [
     pytest.mark.oldest,
@@ -165,19 +165,17 @@ def test_an_origin_is_read_without_running_code(tmp_path):
         assert read_origin(f"{tmp_path}/{name}" if "://" not in name else name) is None, name
 
 
-@pytest.mark.parametrize(
-    ("origin", "absent"),
-    [
-        (Origin("run", "before", 2, 3), True),  # after the save that is resumed
-        (Origin("run", "before", 2, 4), True),  # after one that was damaged since
-        (Origin("run", "before", 3, 0), True),  # in a later fit
-        (Origin("run", "killed before its first save", 2, 2), True),
-        (Origin("run", "before", 2, 2), False),
-        (Origin("run", "before", 1, 9), False),  # in the fit before
-        (Origin("run", "now", 2, 3), False),  # Lightning's own -v1
-        (Origin("another", "before", 2, 3), False),
-        (Origin(), False),
-    ],
+@cases(
+    "origin, absent",
+    (Origin("run", "before", 2, 3), True),  # after the save that is resumed
+    (Origin("run", "before", 2, 4), True),  # after one that was damaged since
+    (Origin("run", "before", 3, 0), True),  # in a later fit
+    (Origin("run", "killed before its first save", 2, 2), True),
+    (Origin("run", "before", 2, 2), False),
+    (Origin("run", "before", 1, 9), False),  # in the fit before
+    (Origin("run", "now", 2, 3), False),  # Lightning's own -v1
+    (Origin("another", "before", 2, 3), False),
+    (Origin(), False),
 )
 def test_what_is_written_again(tmp_path, origin, absent):
     trainer, path = Trainer(**QUIET), tmp_path / "a.ckpt"
@@ -257,9 +255,8 @@ def test_a_folder_with_the_date_in_its_name(tmp_path):
     kind = [{"monitor": "score", "mode": "max", "save_top_k": 2, "filename": "{epoch}"}]
     (whole,) = script(tmp_path / "whole", kind, guarded=False, dirpath="files-1{}")
     script(tmp_path / "a", kind, at=("step", 15), dirpath="files-1{}")
-    with pytest.warns(
-        UserWarning, match="Give ModelCheckpoint a fixed dirpath to keep all of them in one folder"
-    ) as said:
+    words = "Give ModelCheckpoint a fixed dirpath to keep all of them in one folder"
+    with pytest.warns(UserWarning, match=words) as said:
         (again,) = script(tmp_path / "a", kind, dirpath="files-2{}")
     assert not [
         str(one.message) for one in said if "not restored" in str(one.message) or "has changed" in str(one.message)

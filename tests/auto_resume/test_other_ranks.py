@@ -39,7 +39,7 @@ from lightning_tricks.auto_resume.model_parts import checksums
 from lightning_tricks.auto_resume.moved_positions import EpochRest
 from tests.auto_resume.killing import resumed_at, run
 from tests.auto_resume.training import Kill
-from tests.small import QUIET, fork
+from tests.small import QUIET, cases, fork
 
 SCRIPT: dict[str, Any] = {
     "rows": 61,
@@ -62,8 +62,6 @@ OPTIONS: dict[str, Any] = {}  # of this process
 
 
 class Rows(Dataset):
-    """Rows that are their numbers, with noise."""
-
     def __init__(self, count: int) -> None:
         self.count = count
 
@@ -75,8 +73,6 @@ class Rows(Dataset):
 
 
 class Stream(IterableDataset):
-    """The same as a stream."""
-
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
 
@@ -85,8 +81,6 @@ class Stream(IterableDataset):
 
 
 class Backwards(Sampler):
-    """A sampler that somebody wrote."""
-
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
 
@@ -217,7 +211,6 @@ def chain(folder: Path, starts: list[dict[str, Any]], first: int = 0, **shared: 
 
 
 def times(rows: list[list[Any]], epoch: int) -> Counter[int]:
-    """How many times each row was trained on in an epoch."""
     return Counter(index for row in rows if row[0] == epoch for index in row[3])
 
 
@@ -336,15 +329,13 @@ def test_another_process_with_the_same_ranks_goes_on_as_the_one_before(tmp_path)
     ) == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"sampler": "own"}, "a Backwards chooses its samples"),
-        ({"sampler": "weighted"}, "a WeightedRandomSampler chooses its samples"),
-        ({"sampler": "few"}, "the sampler now yields another number of samples"),
-        ({"limit": 0.9}, "limit_train_batches=0.9 leaves out different batches"),
-        ({"limit": 12}, "limit_train_batches=12 leaves out different batches"),
-    ],
+@cases(
+    "options, why",
+    ({"sampler": "own"}, "a Backwards chooses its samples"),
+    ({"sampler": "weighted"}, "a WeightedRandomSampler chooses its samples"),
+    ({"sampler": "few"}, "the sampler now yields another number of samples"),
+    ({"limit": 0.9}, "limit_train_batches=0.9 leaves out different batches"),
+    ({"limit": 12}, "limit_train_batches=12 leaves out different batches"),
     ids=["sampler", "weights", "samples", "fraction", "number"],
 )
 def test_what_cannot_be_shared_out_is_said(tmp_path, options, why):
@@ -402,8 +393,6 @@ class Replicas(LightningModule):
 
 
 class Leaves(Callback):
-    """Leaves the weights of each rank."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
@@ -413,8 +402,6 @@ class Leaves(Callback):
 
 
 class Dies(Callback):
-    """Dies in one of the steps."""
-
     training_arguments = ()  # it is there once
 
     def __init__(self, step: int) -> None:
@@ -447,9 +434,7 @@ def test_weights_that_each_rank_trains_for_itself(tmp_path, kind, step):
         assert all(torch.equal(again[name], value) for name, value in whole.items())
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.bool, torch.int64]
-)
+@cases("dtype", torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.bool, torch.int64)
 def test_a_checksum_tells_apart_which_rank_is_marked(dtype):
     marks = torch.eye(3).to(dtype)
     assert len({checksums({"mark": mark})["mark"] for mark in marks}) == 3

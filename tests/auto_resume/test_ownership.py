@@ -182,9 +182,8 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
         one = DirectoryLock(tmp_path / "lock")
         assert one.acquire(last) == (ours, False)
         one.close()
-    with pytest.warns(
-        UserWarning, match="does not support locks. A second run in this directory is detected on the same host"
-    ):
+    words = "does not support locks. A second run in this directory is detected on the same host"
+    with pytest.warns(UserWarning, match=words):
         fit(AutoResume(tmp_path / "runs"))
 
 

@@ -3,7 +3,6 @@
 import os
 import random
 import time
-import warnings
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from lightning_tricks import seed_everything
 from lightning_tricks.auto_resume import AutoResume, CheckpointFolder
 from lightning_tricks.auto_resume.attribute_parts import unseeded_values
 from tests.auto_resume.test_callback import fit, stop, weights
-from tests.small import QUIET, Net, loader, same
+from tests.small import QUIET, Net, loader, recorded_warnings, same
 
 
 def resumed_like_undisturbed(tmp_path, module, *make_callbacks):
@@ -175,8 +174,6 @@ def test_a_callback_that_was_added_in_the_fit_is_named_unless_it_is_added_again(
 
 
 class Watches(Callback):
-    """Keeps readings of clocks."""
-
     def on_train_start(self, trainer, pl_module):
         self.start = self.start_of_epoch = time.monotonic()
 
@@ -247,8 +244,7 @@ class _Lazy(Net):
 @pytest.mark.parametrize("moves", [False, True])
 def test_an_object_that_is_created_again_alike_is_no_difference(tmp_path, moves):
     stop(AutoResume(tmp_path), module=lambda: _Lazy(moves))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded_warnings() as caught:
         fit(AutoResume(tmp_path), module=lambda: _Lazy(moves))
     said = [str(one.message) for one in caught if "not restored" in str(one.message)]
     assert len(said) == moves
@@ -277,8 +273,7 @@ class _Cached(torch.utils.data.Dataset):
 def test_what_many_samples_lost_is_one_sentence(tmp_path):
     found = []
     for run in (stop, fit):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with recorded_warnings() as caught:
             run(AutoResume(tmp_path, every_n_train_steps=3), data=DataLoader(_Cached(), batch_size=4))
         found.append([str(one.message) for one in caught if "AutoResume" in str(one.message)])
     assert [len(words) for words in found] == [1, 1]
@@ -334,8 +329,7 @@ def test_what_was_drawn_without_a_seed_is_named(tmp_path, seeded):
         return _Drawing()
 
     stop(AutoResume(tmp_path, every_n_train_steps=3), module=module)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded_warnings() as caught:
         fit(AutoResume(tmp_path), module=module)
     words = [str(one.message) for one in caught if "had other values" in str(one.message)]
     assert len(words) == (not seeded)

@@ -17,7 +17,7 @@ from tests.auto_resume.curves import other_files, scalars
 from tests.auto_resume.killing import STOPPED, differences, run
 from tests.auto_resume.test_callback import Hyper, fit, stop
 from tests.contract.checks import Interrupts
-from tests.small import QUIET, Net, loader
+from tests.small import QUIET, Net, cases, loader
 
 pytestmark = pytest.mark.oldest
 
@@ -32,12 +32,10 @@ RANKS = {"ranks": 2, "strategy": "ddp_fork", "tests": False, "early": 4, "checkp
 
 
 @pytest.mark.trap("resume: ModelCheckpoint's best is forgotten, and each start opens a new version")
-@pytest.mark.parametrize(
-    ("options", "kills"),
-    [
-        (AGAIN, [("on_train_batch_end", 9), ("on_validation_end", 1), ("on_train_end", 1)]),
-        (RANKS, [("on_train_batch_end", 4), ("on_train_batch_end", 9)]),
-    ],
+@cases(
+    "options, kills",
+    (AGAIN, [("on_train_batch_end", 9), ("on_validation_end", 1), ("on_train_end", 1)]),
+    (RANKS, [("on_train_batch_end", 4), ("on_train_batch_end", 9)]),
     ids=["again", "ranks"],
 )
 def test_killed_and_resumed_leaves_what_the_undisturbed_run_leaves(tmp_path, options, kills):

@@ -23,7 +23,7 @@ from lightning_tricks.auto_resume.core import signals
 from lightning_tricks.auto_resume.core.checkpoint_contents import _MetadataUnpickler
 from tests.auto_resume.killing import STOPPED, differences, kill_at, resumed_at, run
 from tests.auto_resume.training import ON_FILES
-from tests.small import QUIET, EvaluatedNet, fork, loader
+from tests.small import QUIET, EvaluatedNet, cases, fork, loader
 
 pytestmark = pytest.mark.skipif(
     Version(torch.__version__) < Version("2.7"), reason="FSDP2 of torch 2.6 needs an accelerator"
@@ -183,9 +183,8 @@ def test_another_strategy(tmp_path):
     trainer(AutoResume(tmp_path / "whole"), ranks=0, max_epochs=1).fit(Averaged(), loader(shuffle=True), loader())
 
     def goes_on(rank):
-        with pytest.raises(
-            MisconfigurationException, match="was saved without shards, and ModelParallelStrategy restores shards"
-        ):
+        words = "was saved without shards, and ModelParallelStrategy restores shards"
+        with pytest.raises(MisconfigurationException, match=words):
             trainer(AutoResume(tmp_path / "whole"), ranks=1, max_epochs=2).fit(
                 Averaged(), loader(shuffle=True), loader()
             )
@@ -193,9 +192,7 @@ def test_another_strategy(tmp_path):
     fork(goes_on, 1)
 
 
-@pytest.mark.parametrize(
-    ("file", "harm"), [("__1_0.distcp", "a bit"), (".metadata", "a bit"), ("meta.pt", "a bit"), (".metadata", "a pipe")]
-)
+@cases("file, harm", ("__1_0.distcp", "a bit"), (".metadata", "a bit"), ("meta.pt", "a bit"), (".metadata", "a pipe"))
 def test_a_set_with_a_damaged_file_is_set_aside(tmp_path, file, harm):
     """All of it, and the one before is used."""
     fit(tmp_path, 4, every_n_train_steps=2)

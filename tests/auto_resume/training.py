@@ -387,7 +387,6 @@ def train(folder: Path, options: dict[str, Any]) -> Trainer | None:
 
 
 def fit(folder: Path, options: dict[str, Any]) -> Trainer:
-    """Fit in this process."""
     warnings.filterwarnings("ignore", module=r"lightning\.")
     seed_everything(7, verbose=False)
     module = DigitsNet(options["optimization"], options["asks"])

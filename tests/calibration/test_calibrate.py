@@ -3,7 +3,6 @@
 import copy
 import io
 import pickle
-import warnings
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from lightning_tricks import calibrate, ensembles
 from lightning_tricks.calibration import CalibratedClassifier, Calibration, calibration_scores
 from lightning_tricks.ensembles import VotingClassifier
 from tests.ensembles.nets import MLP, digits, few, fit, values
-from tests.small import QUIET, fork
+from tests.small import QUIET, cases, fork, without_warnings
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 METHODS = ("temperature", "vector", "isotonic")
@@ -53,17 +52,22 @@ def held_out():
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
+@cases(
     "family",
-    ["Voting", "Fusion", "SoftGradientBoosting", "GradientBoosting", "SnapshotEnsemble", "NeuralForest", "Stacking"],
+    "Voting",
+    "Fusion",
+    "SoftGradientBoosting",
+    "GradientBoosting",
+    "SnapshotEnsemble",
+    "NeuralForest",
+    "Stacking",
 )
 def test_an_ensemble_is_calibrated_as_a_whole_and_nothing_else_changes(family, method):
     options = {"n_estimators": 2, "optimizer": ADAM, "seed": 0}
     of_others = {"NeuralForest": {"n_outputs": 10, "depth": 3}, "Stacking": {"estimators": MLP, "cv": 2}}
     members = of_others.get(family, {"estimator": MLP})
     ensemble = getattr(ensembles, f"{family}Classifier")(**members, **options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with without_warnings():
         fit(ensemble, few(digits()[0], 300), max_epochs=4)
     ensemble.train()
     before, modes = values(ensemble), [part.training for part in ensemble.modules()]
@@ -178,17 +182,15 @@ def test_weights_without_a_calibration_do_not_keep_that_of_others(voting):
     assert calibrated.calibration.method is None
 
 
-@pytest.mark.parametrize(
+@cases(
     "wrong",
-    [
-        {"temperature": torch.ones(2)},
-        {"scale": torch.ones(3)},
-        {"scale": torch.ones(3), "bias": torch.ones(2)},
-        {"temperature": torch.ones(()), "scale": torch.ones(3), "bias": torch.ones(3)},
-        {"temperature": "1.0"},
-        {"thresholds": torch.ones(3, 0), "values": torch.ones(3, 0)},
-        {"temperature": torch.ones((), dtype=torch.int64)},
-    ],
+    {"temperature": torch.ones(2)},
+    {"scale": torch.ones(3)},
+    {"scale": torch.ones(3), "bias": torch.ones(2)},
+    {"temperature": torch.ones(()), "scale": torch.ones(3), "bias": torch.ones(3)},
+    {"temperature": "1.0"},
+    {"thresholds": torch.ones(3, 0), "values": torch.ones(3, 0)},
+    {"temperature": torch.ones((), dtype=torch.int64)},
 )
 def test_a_file_with_part_of_a_calibration_is_refused(wrong):
     with pytest.raises(RuntimeError, match="are not the tensors of one calibration"):
@@ -390,9 +392,8 @@ def test_what_is_said_of_outputs_has_to_be_so(voting):
     logits, labels = drawn()
     with pytest.raises(ValueError, match=r'outputs="probabilities", but 600 of the 600 rows .* pass outputs="logits"'):
         calibrate(nn.Identity(), loader_of(logits, labels), outputs="probabilities")
-    with pytest.raises(
-        ValueError, match="outputs='logits', but VotingClassifier returns probabilities: leave outputs out"
-    ):
+    words = "outputs='logits', but VotingClassifier returns probabilities: leave outputs out"
+    with pytest.raises(ValueError, match=words):
         calibrate(copy.deepcopy(voting), loader_of(*held_out()), outputs="logits")
     with pytest.raises(ValueError, match="outputs must be one of logits, probabilities, got 'logit'"):
         calibrate(nn.Identity(), loader_of(logits, labels), outputs="logit")
@@ -494,9 +495,8 @@ def test_what_would_be_misunderstood_is_refused(batch, words, error):
 
 
 def test_wrong_arguments_are_refused():
-    with pytest.raises(
-        ValueError, match=r"method must be one of temperature, vector, isotonic.*Did you mean 'temperature'"
-    ):
+    words = r"method must be one of temperature, vector, isotonic.*Did you mean 'temperature'"
+    with pytest.raises(ValueError, match=words):
         calibrate(nn.Identity(), [(LOGITS, LABELS)], "temperatur")
     for call in (lambda: calibrate(max, [(LOGITS, LABELS)]), lambda: CalibratedClassifier(max)):
         with pytest.raises(TypeError, match=r"must be a torch.nn.Module"):

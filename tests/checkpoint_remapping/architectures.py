@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import textwrap
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -25,6 +24,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from tests.checkpoint_remapping.perturbations import Architecture
+from tests.small import without_warnings
 
 MAX_PARAMETERS = {"timm": 30, "torchvision": 60}  # in millions; torchvision's models for detection have 40
 MAX_TENSORS = 2000
@@ -50,8 +50,7 @@ def architectures() -> dict[str, Callable[[], Architecture]]:
 
 
 def _described(name: str, build: Callable[[], nn.Module]) -> Architecture:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with without_warnings():
         model = _built(build)
     tensors = {n: tensor for n, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, torch.Tensor)}
     parameters = sum(tensor.numel() for tensor in {id(p): p for p in model.parameters()}.values())
@@ -217,8 +216,6 @@ class _Level(nn.Module):
 
 
 class UNet(nn.Module):
-    """A small UNet with text as a condition."""
-
     def __init__(self, attention: bool = True) -> None:
         super().__init__()
         self.conv_in = nn.Conv2d(4, 32, 3)

@@ -7,11 +7,12 @@ import io
 import json
 import pickle
 import struct
-import warnings
 import zipfile
 from collections.abc import Callable
 
 import torch
+
+from tests.small import without_warnings
 
 Files = dict[str, bytes]
 
@@ -42,7 +43,6 @@ def shared_lists(times: int = 60) -> bytes:
 
 
 def called(name: str, *arguments: bytes) -> bytes:
-    """Return the call of a function by its module and name."""
     module, _, function = name.rpartition(".")
     return f"c{module}\n{function}\n".encode() + b"(" + b"".join(arguments) + b"tR"
 
@@ -280,8 +280,7 @@ def _alone(pickled: bytes) -> bytes:
 
 def _legacy_storage() -> bytes:
     file = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about typed storages
+    with without_warnings():  # about typed storages
         torch.save(torch.ones(4).storage(), file, _use_new_zipfile_serialization=False)
     return file.getvalue()
 

@@ -397,7 +397,6 @@ def _laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
 
 @cache
 def model(architecture: str, project: str) -> nn.Module:
-    """Return the model of a project."""
     parts, projects = ARCHITECTURES[architecture]
     found, prefix = {}, ""
     for entry in filter(str.strip, re.split("[,\n]", projects[project])):
@@ -430,7 +429,6 @@ def is_as_wanted(pair: Pair, target: nn.Module) -> bool:
 
 
 def outcome(pair: Pair, container: str) -> str:
-    """Return what became of a pair."""
     target = unset(pair.architecture, pair.target)
     try:
         load_weights(target, CONTAINERS[container](model(pair.architecture, pair.origin).state_dict()))

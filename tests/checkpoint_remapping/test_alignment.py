@@ -41,6 +41,7 @@ from lightning_tricks.checkpoint_remapping.core.matching.path_context import (
     norms_by_name,
 )
 from tests.checkpoint_remapping.models import ARCHITECTURES, inputs, module_of, randomized, without_initial_values
+from tests.small import cases
 
 DIRECTED = [(name, *pair) for name, who in ARCHITECTURES.items() for pair in itertools.permutations(who, 2)]
 
@@ -221,13 +222,11 @@ def _two_norms(path, names):
 _NUMBERED, _FIRST_WITHOUT = ("conv1", "bn1", "conv2", "bn2"), ("conv", "norm", "conv2", "norm2")
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "fits"),
-    [
-        (_NUMBERED, _FIRST_WITHOUT, False),
-        (_FIRST_WITHOUT, _NUMBERED, False),
-        (_NUMBERED, ("c1", "n1", "c2", "n2"), True),
-    ],
+@cases(
+    "one, other, fits",
+    (_NUMBERED, _FIRST_WITHOUT, False),
+    (_FIRST_WITHOUT, _NUMBERED, False),
+    (_NUMBERED, ("c1", "n1", "c2", "n2"), True),
 )
 def test_norms_are_told_apart_by_numbers_that_both_have(one, other, fits):
     file, net = _zeros(_two_norms("m", one)), _zeros(_two_norms("n", other))
@@ -245,17 +244,15 @@ def test_parts_behind_one_word_are_matched_by_their_numbers(shape):
     assert align(net, file).renamed == dict(zip(file, net, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("shape", "fits"),
-    [
-        ((2, 4), False),
-        ((2, 4, 3), False),
-        ((2, 4, 3, 3), False),
-        ((8, 4, 3), True),
-        ((8, 4, 3, 3), True),
-        ((8, 1, 3, 3), True),
-        ((4, 4, 3, 3), True),
-    ],
+@cases(
+    "shape, fits",
+    ((2, 4), False),
+    ((2, 4, 3), False),
+    ((2, 4, 3, 3), False),
+    ((8, 4, 3), True),
+    ((8, 4, 3, 3), True),
+    ((8, 1, 3, 3), True),
+    ((4, 4, 3, 3), True),
 )
 def test_two_branches_that_cannot_follow_each_other_are_counted_from_either(shape, fits):
     """As the mean and the variance are; a convolution to a multiple of the channels may be one of groups."""
@@ -334,7 +331,6 @@ def test_a_word_and_a_number_have_no_order(one, other):
 
 
 def _square_block(*names):
-    """Square convolutions and norms of one block."""
     tensors = {"weight": (4,), "bias": (4,), "running_mean": (4,), "running_var": (4,)}
     shapes = {}
     for name in names:
@@ -344,15 +340,13 @@ def _square_block(*names):
     return group_layers(shapes)
 
 
-@pytest.mark.parametrize(
-    ("names", "ordered", "expected"),
-    [
-        (("conv_a", "norm_a", "conv_b", "norm_b"), True, {"conv_a": "norm_a", "conv_b": "norm_b"}),
-        (("norm_a", "conv_a", "norm_b", "conv_b"), True, {}),  # a norm before its convolution
-        (("conv1", "conv2", "bn1", "bn2"), False, {"conv1": "bn1", "conv2": "bn2"}),
-        (("conv", "bn"), False, {"conv": "bn"}),
-        (("conv_a", "conv_b", "bn_a", "bn_b"), False, {}),
-    ],
+@cases(
+    "names, ordered, expected",
+    (("conv_a", "norm_a", "conv_b", "norm_b"), True, {"conv_a": "norm_a", "conv_b": "norm_b"}),
+    (("norm_a", "conv_a", "norm_b", "conv_b"), True, {}),  # a norm before its convolution
+    (("conv1", "conv2", "bn1", "bn2"), False, {"conv1": "bn1", "conv2": "bn2"}),
+    (("conv", "bn"), False, {"conv": "bn"}),
+    (("conv_a", "conv_b", "bn_a", "bn_b"), False, {}),
 )
 def test_norms_follow_their_convolutions_or_have_their_numbers(names, ordered, expected):
     layers = _square_block(*names)
@@ -418,9 +412,7 @@ def test_student_and_teacher_are_not_chosen_between(name):
     assert load_weights(pair, net.state_dict(), submodule="target").loaded == 122
 
 
-@pytest.mark.parametrize(
-    ("interleaved", "plain"), [("attn.query_key_value", "attn.qkv"), ("attention.wq", "self_attn.q_proj")]
-)
+@cases("interleaved, plain", ("attn.query_key_value", "attn.qkv"), ("attention.wq", "self_attn.q_proj"))
 def test_weights_with_an_order_of_their_own_are_not_taken_for_others(interleaved, plain):
     """GPT-NeoX interleaves heads, Meta's Llama the halves of each: equal shapes would load, and be wrong."""
 

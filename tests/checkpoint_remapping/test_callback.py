@@ -25,7 +25,7 @@ from lightning_tricks.checkpoint_remapping import (
     UnsafeCheckpointError,
     max_output_difference,
 )
-from tests.small import QUIET, EvaluatedNet, fit, fork, loader
+from tests.small import QUIET, EvaluatedNet, cases, fit, fork, loader
 
 
 def trainer(*callbacks, **arguments):
@@ -130,16 +130,14 @@ class CountsBatches(Callback):
         self.batches += 1
 
 
-@pytest.mark.parametrize(
-    ("change", "options", "resumes"),
-    [
-        ("none", {}, True),
-        ("compiled", {}, True),
-        ("another shape", {"allow_mismatched": "more.*"}, False),
-        ("another kind", {"allow_mismatched": "more.*"}, False),
-        ("a tensor less in the module", {"allow_unexpected": "more.*"}, False),
-        ("a tensor more in the module", {"allow_missing": "more.*"}, False),
-    ],
+@cases(
+    "change, options, resumes",
+    ("none", {}, True),
+    ("compiled", {}, True),
+    ("another shape", {"allow_mismatched": "more.*"}, False),
+    ("another kind", {"allow_mismatched": "more.*"}, False),
+    ("a tensor less in the module", {"allow_unexpected": "more.*"}, False),
+    ("a tensor more in the module", {"allow_missing": "more.*"}, False),
 )
 def test_only_a_checkpoint_of_the_same_model_continues(change, options, resumes):
     """The states of its optimizers belong to tensors of other shapes, or to others, where something differs."""
@@ -314,9 +312,8 @@ def test_model_parallel_refuses_foreign_ckpt_paths_in_words():
     def run(rank):
         strategy = ModelParallelStrategy(2, tensor_parallel_size=1)
         fitter = trainer(CheckpointRemapping(), strategy=strategy, devices=2)
-        with pytest.raises(
-            CheckpointError, match=r"raw.pt is not a checkpoint of the Trainer, and ModelParallelStrategy"
-        ):
+        words = r"raw.pt is not a checkpoint of the Trainer, and ModelParallelStrategy"
+        with pytest.raises(CheckpointError, match=words):
             fitter.fit(EvaluatedNet(built_late=True), loader(), loader(), ckpt_path="raw.pt")
         assert "load_checkpoint" not in vars(strategy)
 
@@ -392,9 +389,8 @@ def test_class_paths_are_not_imported():
     Path("evil_module.py").write_text("import pathlib; pathlib.Path('pwned').touch()\nclass Net: pass\n")
     hyper_parameters = {"_instantiator": "lightning.pytorch.cli.instantiate_module", "_class_path": "evil_module.Net"}
     path = saved(Lit(), hyper_parameters=hyper_parameters)
-    with pytest.raises(
-        UnsafeCheckpointError, match=r"asks for 'evil_module.Net', which is not an imported subclass of Lit"
-    ):
+    words = r"asks for 'evil_module.Net', which is not an imported subclass of Lit"
+    with pytest.raises(UnsafeCheckpointError, match=words):
         Lit.load_from_checkpoint(path)
     Lit.load_from_checkpoint(saved(Lit(), hyper_parameters={"_instantiator": "evil_module.Net"}))
     assert not Path("pwned").exists()

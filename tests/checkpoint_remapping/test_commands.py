@@ -10,6 +10,7 @@ from torch import nn
 from lightning_tricks import read_checkpoint
 from lightning_tricks.checkpoint_remapping import read_rules
 from lightning_tricks.cli import main
+from tests.small import cases
 
 NET = "torchvision.models:resnet18"
 
@@ -89,15 +90,13 @@ def test_align_after_rules(capsys):
     assert torch.equal(clean["mu.bias"], old["bar.bias"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["show", "nothing.pt"], "error: nothing.pt does not exist"),
-        (["align", "w.pt", "torchvision.models"], "the model must be MODULE:NAME"),
-        (["align", "w.pt", NET], "error: w.pt "),
-        (["remap", "w.pt", "-r", "nothing.yaml", "-o", "out.pt"], "nothing.yaml"),
-        (["remap", "w.pt", "-r", "rules.yaml", "-o", "out.h5"], "path must end in .safetensors"),
-    ],
+@cases(
+    "arguments, words",
+    (["show", "nothing.pt"], "error: nothing.pt does not exist"),
+    (["align", "w.pt", "torchvision.models"], "the model must be MODULE:NAME"),
+    (["align", "w.pt", NET], "error: w.pt "),
+    (["remap", "w.pt", "-r", "nothing.yaml", "-o", "out.pt"], "nothing.yaml"),
+    (["remap", "w.pt", "-r", "rules.yaml", "-o", "out.h5"], "path must end in .safetensors"),
 )
 def test_errors_are_sentences(arguments, words, capsys):
     torch.save({"a": torch.zeros(2), "b": torch.zeros(2)}, "w.pt")

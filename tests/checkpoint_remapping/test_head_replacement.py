@@ -1,7 +1,5 @@
 """`replace_head`: all names of a head, several heads, and what else knows the number of classes."""
 
-import warnings
-
 import pytest
 import timm
 import torch
@@ -12,6 +10,7 @@ from torchvision import models
 
 from lightning_tricks import replace_head
 from lightning_tricks.checkpoint_remapping import CheckpointError
+from tests.small import cases, recorded_warnings
 
 
 class Aliased(LightningModule):
@@ -32,9 +31,8 @@ class Aliased(LightningModule):
 @pytest.mark.parametrize("name", ["auto", "head", "net.fc"])
 def test_all_names_of_a_head_get_the_new_one(name):
     model = Aliased()
-    with pytest.warns(
-        UserWarning, match=r"classes, 5, stays in 2 places: hparams\.num_classes, accuracy\.num_classes\."
-    ):
+    words = r"classes, 5, stays in 2 places: hparams\.num_classes, accuracy\.num_classes\."
+    with pytest.warns(UserWarning, match=words):
         new = replace_head(model, 3, name)
     assert model(torch.ones(4, 8)).shape == (4, 3)
     assert model.head is model.net["fc"] is new
@@ -91,14 +89,12 @@ def test_of_several_heads_it_asks_which(kind):
     assert str(model) == before
 
 
-@pytest.mark.parametrize(
+@cases(
     "layers",
-    [
-        {"layers": nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 5)])},
-        {"layers": nn.ModuleList([nn.Linear(8, 16), nn.Linear(16, 5)])},
-        {"fc": nn.Linear(8, 8), "classifier": nn.Linear(8, 5)},
-        {"fc": nn.Sequential(nn.Linear(8, 5), nn.ReLU(), nn.Linear(5, 5))},
-    ],
+    {"layers": nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 5)])},
+    {"layers": nn.ModuleList([nn.Linear(8, 16), nn.Linear(16, 5)])},
+    {"fc": nn.Linear(8, 8), "classifier": nn.Linear(8, 5)},
+    {"fc": nn.Sequential(nn.Linear(8, 5), nn.ReLU(), nn.Linear(5, 5))},
 )
 def test_layers_that_feed_the_last_one_are_no_heads(layers):
     model = _with(**layers)
@@ -108,9 +104,7 @@ def test_layers_that_feed_the_last_one_are_no_heads(layers):
     assert list(model.modules())[-1] is new
 
 
-@pytest.mark.parametrize(
-    ("name", "words"), [("googlenet", r"2 places: aux1\.fc2, aux2\.fc2"), ("inception_v3", r"1 place: AuxLogits\.fc")]
-)
+@cases("name, words", ("googlenet", r"2 places: aux1\.fc2, aux2\.fc2"), ("inception_v3", r"1 place: AuxLogits\.fc"))
 def test_auxiliary_heads_are_named(name, words):
     with torch.device("meta"):
         model = models.get_model(name, weights=None, init_weights=False)
@@ -141,20 +135,17 @@ def bert(labels, problem=None):
     return transformers.BertForSequenceClassification(config)
 
 
-@pytest.mark.parametrize(
-    ("before", "problem", "after", "expected"),
-    [
-        (5, None, 4, None),
-        (5, "multi_label_classification", 4, "multi_label_classification"),
-        (3, "regression", 4, "regression"),
-        (1, "regression", 4, None),
-        (4, "single_label_classification", 1, None),
-    ],
+@cases(
+    "before, problem, after, expected",
+    (5, None, 4, None),
+    (5, "multi_label_classification", 4, "multi_label_classification"),
+    (3, "regression", 4, "regression"),
+    (1, "regression", 4, None),
+    (4, "single_label_classification", 1, None),
 )
 def test_a_model_of_transformers_trains_with_labels(before, problem, after, expected):
     model = bert(before, problem)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded_warnings() as caught:
         replace_head(model, after)
     said = [str(warning.message) for warning in caught]
     assert any("problem_type was" in line for line in said) == (problem != expected)
@@ -170,16 +161,14 @@ def small():
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 5))
 
 
-@pytest.mark.parametrize(
-    ("make", "layer"),
-    [
-        (lambda: models.resnet18(), "fc"),
-        (lambda: models.squeezenet1_0(), "classifier.1"),
-        (lambda: timm.create_model("vit_tiny_patch16_224"), "head"),
-        (lambda: transformers.ViTForImageClassification(transformers.ViTConfig(num_hidden_layers=1)), "classifier"),
-        (lambda: small(), "3"),
-        (lambda: nn.DataParallel(small()), "module.3"),
-    ],
+@cases(
+    "make, layer",
+    (lambda: models.resnet18(), "fc"),
+    (lambda: models.squeezenet1_0(), "classifier.1"),
+    (lambda: timm.create_model("vit_tiny_patch16_224"), "head"),
+    (lambda: transformers.ViTForImageClassification(transformers.ViTConfig(num_hidden_layers=1)), "classifier"),
+    (lambda: small(), "3"),
+    (lambda: nn.DataParallel(small()), "module.3"),
 )
 def test_heads_are_found(make, layer):
     with torch.device("meta"):

@@ -26,7 +26,7 @@ from lightning_tricks.checkpoint_remapping.core.files import reading
 from lightning_tricks.run_fingerprint import FingerprintRecordError, read_ranks
 from tests.checkpoint_remapping import fuzz, hostile
 from tests.checkpoint_remapping.hostile import CHECKPOINTS, PICKLES, RULES
-from tests.small import same
+from tests.small import cases, same
 
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="the peak of memory is read from /proc")
 slow = {"packed: numbers that collide", "packed: numbers that collide, in a set"}  # as long as a reader may take
@@ -63,22 +63,20 @@ def test_the_fuzzing_itself_finds_what_breaks_the_promise(what, monkeypatch):
     assert {"crash": "SIGABRT", "memory": "MiB for 0 bytes", "other error": "KeyError"}[what] in found
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("packed: shared modules", "takes more than [0-9,]+ bytes of memory, which is far more than its size explains"),
-        ("packed: deep tuples", "lists or dicts that are nested more than 200 deep"),
-        ("packed: a list in itself", "nested more than 200 deep, or in themselves"),
-        ("packed: shared tuples as a key", "a dict key of more than 64 parts"),
-        ("packed: expanded", "takes more than"),
-        ("packed: a name without end", "a tensor whose name no layer has"),
-        ("packed: a name for terminals", "a tensor whose name no layer has"),
-        ("packed: an array beyond its bytes", "a tensor whose data, shape or strides are invalid"),
-        ("packed: an array without end", "a tensor whose data, shape or strides are invalid"),
-        ("compressed", "compressed records, which torch does not write"),
-        ("an index of itself", "a text file"),
-        ("an index of its folder", "missing in its folder"),
-    ],
+@cases(
+    "name, words",
+    ("packed: shared modules", "takes more than [0-9,]+ bytes of memory, which is far more than its size explains"),
+    ("packed: deep tuples", "lists or dicts that are nested more than 200 deep"),
+    ("packed: a list in itself", "nested more than 200 deep, or in themselves"),
+    ("packed: shared tuples as a key", "a dict key of more than 64 parts"),
+    ("packed: expanded", "takes more than"),
+    ("packed: a name without end", "a tensor whose name no layer has"),
+    ("packed: a name for terminals", "a tensor whose name no layer has"),
+    ("packed: an array beyond its bytes", "a tensor whose data, shape or strides are invalid"),
+    ("packed: an array without end", "a tensor whose data, shape or strides are invalid"),
+    ("compressed", "compressed records, which torch does not write"),
+    ("an index of itself", "a text file"),
+    ("an index of its folder", "missing in its folder"),
 )
 def test_the_message_names_the_problem(name, words):
     for file, data in CHECKPOINTS[name]().items():
@@ -304,22 +302,20 @@ class _Call:
         return os.system, ("touch pwned",)
 
 
-@pytest.mark.parametrize(
-    ("path", "error", "words"),
-    [
-        ("missing", MissingCheckpointError, "cannot be downloaded: HTTP Error 404"),
-        ("broken", MissingCheckpointError, "cannot be downloaded: HTTP Error 500"),
-        ("loop", MissingCheckpointError, "cannot be downloaded: .*infinite loop"),
-        ("file", MissingCheckpointError, "cannot be downloaded: .*not allowed"),
-        ("nonsense", MissingCheckpointError, "cannot be downloaded: hello"),
-        ("nothing", MissingCheckpointError, "cannot be downloaded: Remote end closed"),
-        ("silent", MissingCheckpointError, "cannot be downloaded: .*timed out"),
-        ("short", CheckpointError, "is .*truncated"),
-        ("chunks", MissingCheckpointError, "cannot be downloaded: "),
-        ("length", NotACheckpointError, "an empty file. Download it again"),
-        ("headers", MissingCheckpointError, "cannot be downloaded: got more than 100 headers"),
-        ("reset", CheckpointError, "cannot be downloaded|truncated"),
-    ],
+@cases(
+    "path, error, words",
+    ("missing", MissingCheckpointError, "cannot be downloaded: HTTP Error 404"),
+    ("broken", MissingCheckpointError, "cannot be downloaded: HTTP Error 500"),
+    ("loop", MissingCheckpointError, "cannot be downloaded: .*infinite loop"),
+    ("file", MissingCheckpointError, "cannot be downloaded: .*not allowed"),
+    ("nonsense", MissingCheckpointError, "cannot be downloaded: hello"),
+    ("nothing", MissingCheckpointError, "cannot be downloaded: Remote end closed"),
+    ("silent", MissingCheckpointError, "cannot be downloaded: .*timed out"),
+    ("short", CheckpointError, "is .*truncated"),
+    ("chunks", MissingCheckpointError, "cannot be downloaded: "),
+    ("length", NotACheckpointError, "an empty file. Download it again"),
+    ("headers", MissingCheckpointError, "cannot be downloaded: got more than 100 headers"),
+    ("reset", CheckpointError, "cannot be downloaded|truncated"),
 )
 def test_bad_answers(root, path, error, words, monkeypatch):
     if path == "silent":
@@ -328,9 +324,13 @@ def test_bad_answers(root, path, error, words, monkeypatch):
         read_checkpoint(f"{root}/{path}")
 
 
-@pytest.mark.parametrize(
+@cases(
     "address",
-    ["http://127.0.0.1:1/f", "http://nowhere.invalid/f", "http://127.0.0.1:port/f", "http://a b/f", "nonsense://a/f"],
+    "http://127.0.0.1:1/f",
+    "http://nowhere.invalid/f",
+    "http://127.0.0.1:port/f",
+    "http://a b/f",
+    "nonsense://a/f",
 )
 def test_bad_addresses(address, monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", _no_names(socket.getaddrinfo))

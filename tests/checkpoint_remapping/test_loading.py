@@ -25,6 +25,7 @@ from lightning_tricks.checkpoint_remapping import (
 )
 from lightning_tricks.checkpoint_remapping.core.matching.matches import suggested_patterns
 from tests.checkpoint_remapping.models import randomized
+from tests.small import cases
 
 pytestmark = pytest.mark.oldest
 
@@ -144,14 +145,12 @@ def test_submodules():
         load_weights(outer, source.state_dict(), submodule="nothing")
 
 
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        (torch.ones(5, 16, dtype=torch.int8), r"torch.float32 in the model, torch.int8 in the file"),
-        (torch.ones(5, 16, dtype=torch.bool), r"torch.float32 in the model, torch.bool in the file"),
-        (torch.ones(5, 16, dtype=torch.complex64), r"torch.float32 in the model, torch.complex64 in the file"),
-        (torch.eye(5, 16).to_sparse(), r"torch.float32 in the model, torch.float32 \(torch.sparse_coo\) in the file"),
-    ],
+@cases(
+    "value, words",
+    (torch.ones(5, 16, dtype=torch.int8), r"torch.float32 in the model, torch.int8 in the file"),
+    (torch.ones(5, 16, dtype=torch.bool), r"torch.float32 in the model, torch.bool in the file"),
+    (torch.ones(5, 16, dtype=torch.complex64), r"torch.float32 in the model, torch.complex64 in the file"),
+    (torch.eye(5, 16).to_sparse(), r"torch.float32 in the model, torch.float32 \(torch.sparse_coo\) in the file"),
 )
 def test_other_kinds_are_named_and_counted(value, words):
     target = small()
@@ -191,9 +190,7 @@ def _quantized(scheme):
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "model.net."])
-@pytest.mark.parametrize(
-    "scheme", ["fp8 of blocks", "fp8 with names of its own", "gptq", "bitsandbytes, 4 bits", "packed"]
-)
+@cases("scheme", "fp8 of blocks", "fp8 with names of its own", "gptq", "bitsandbytes, 4 bits", "packed")
 def test_codes_are_no_weights_whatever_is_allowed(scheme, prefix):
     def build():
         return nn.Sequential(nn.Linear(4, 32), nn.LayerNorm(32), nn.Linear(32, 16), nn.LayerNorm(16))
@@ -420,9 +417,8 @@ def test_a_dict_without_weights_or_with_several_is_named():
         load_weights(target, both)
     assert unchanged(target, before)
     assert load_weights(target, both, key="teacher").loaded == 9
-    with pytest.raises(
-        NotACheckpointError, match=r"The dict of weights is a checkpoint without weights: it holds epoch"
-    ):
+    words = r"The dict of weights is a checkpoint without weights: it holds epoch"
+    with pytest.raises(NotACheckpointError, match=words):
         load_weights(target, {"epoch": 3})
     arrays = {name: tensor.numpy() for name, tensor in small().state_dict().items()}
     assert load_weights(target, arrays).loaded == load_weights(target, {"model": arrays}).loaded == 9
@@ -463,9 +459,8 @@ def test_suggestions_name_what_is_missing_and_no_more():
     linear = nn.Sequential(*(nn.Linear(3, 3) for _ in range(12)))
     blocks = nn.ModuleDict({"h": linear, "norm": nn.Sequential(nn.BatchNorm1d(3))})
     file = {name: value for name, value in blocks.state_dict().items() if not name.endswith("bias") or "norm" in name}
-    with pytest.raises(
-        CheckpointError, match=r"12 tensors are missing .*allow_missing=\['h.\*.bias'\] allows"
-    ) as error:
+    words = r"12 tensors are missing .*allow_missing=\['h.\*.bias'\] allows"
+    with pytest.raises(CheckpointError, match=words) as error:
         load_weights(blocks, file | {"norm.0.running_mean": torch.zeros(4)})
     assert "allow_mismatched=['norm.0.running_mean']" in str(error.value)
     file = {name: value for name, value in blocks.state_dict().items() if name != "h.3.bias"}
@@ -477,9 +472,8 @@ def test_suggestions_may_match_the_counters_of_norms():
     two = nn.ModuleDict({"one": small(), "other": small()})
     file = {f"one.{name}": value for name, value in small().state_dict().items()}
     file = {name: value for name, value in file.items() if not name.endswith("num_batches_tracked")}
-    with pytest.raises(
-        CheckpointError, match=r"8 tensors are missing in the file: .*allow_missing=\['other\.\*'\] allows"
-    ):
+    words = r"8 tensors are missing in the file: .*allow_missing=\['other\.\*'\] allows"
+    with pytest.raises(CheckpointError, match=words):
         load_weights(two, file)
     two = nn.ModuleDict({"one": small()})
     more = file | {f"other.{name}": value for name, value in small().state_dict().items()} | {"other.x": torch.ones(2)}
@@ -531,9 +525,8 @@ def test_extra_state_and_what_stays_on_meta():
 def test_a_head_is_not_taken_for_positions():
     """Ten classes are a token and a grid of 3x3, and five are a token and one of 2x2."""
     target = nn.Linear(6, 5, bias=False)
-    with pytest.raises(
-        CheckpointError, match=r"weight \(5x6 in the model, 10x6 in the file\) belongs to a linear layer"
-    ):
+    words = r"weight \(5x6 in the model, 10x6 in the file\) belongs to a linear layer"
+    with pytest.raises(CheckpointError, match=words):
         load_weights(target, {"weight": torch.ones(10, 6)}, interpolate="*")
 
 
@@ -591,9 +584,8 @@ def test_what_cannot_be_saved():
         pytest.raises(ValueError, match=r"0.weight, 0.bias, 1.weight, 1.bias and 5 more are on the"),
     ):
         save_weights(small(), "w.pt")
-    with pytest.raises(
-        ValueError, match=r"a._extra_state is not a tensor \(dict\), and .safetensors holds only tensors: use .pt"
-    ):
+    words = r"a._extra_state is not a tensor \(dict\), and .safetensors holds only tensors: use .pt"
+    with pytest.raises(ValueError, match=words):
         save_weights({"a._extra_state": {}}, "w.safetensors")
     assert not list(Path().iterdir())
 
@@ -634,8 +626,6 @@ def test_max_output_difference_leaves_modes_and_random_numbers_alone():
 
 
 class Outputs(nn.Module):
-    """Outputs these values."""
-
     def __init__(self, *values):
         super().__init__()
         self.values = [torch.tensor(value) for value in values]
@@ -644,17 +634,15 @@ class Outputs(nn.Module):
         return self.values
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "difference"),
-    [
-        (([1.0], [2.0]), ([1.0], [math.nan]), math.nan),
-        (([1.0], [2.0]), ([math.nan], [2.0]), math.nan),
-        (([4.0, math.inf],), ([4.0, math.inf],), 0.0),
-        (([4.0, math.inf],), ([3.0, math.inf],), 0.25),
-        (([4.0, math.inf],), ([4.0, 1.0],), math.inf),
-        (([0.0],), ([1.0],), math.inf),
-        (([2.0], [4j]), ([2.0], [2j]), 0.5),
-    ],
+@cases(
+    "one, other, difference",
+    (([1.0], [2.0]), ([1.0], [math.nan]), math.nan),
+    (([1.0], [2.0]), ([math.nan], [2.0]), math.nan),
+    (([4.0, math.inf],), ([4.0, math.inf],), 0.0),
+    (([4.0, math.inf],), ([3.0, math.inf],), 0.25),
+    (([4.0, math.inf],), ([4.0, 1.0],), math.inf),
+    (([0.0],), ([1.0],), math.inf),
+    (([2.0], [4j]), ([2.0], [2j]), 0.5),
 )
 def test_max_output_difference_of_what_is_no_ordinary_number(one, other, difference):
     found = max_output_difference(Outputs(*one), Outputs(*other), torch.ones(1))

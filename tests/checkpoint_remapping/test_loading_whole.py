@@ -22,8 +22,6 @@ class Plain(nn.Module):
 
 
 class Net(Plain):
-    """The same with extra state."""
-
     def get_extra_state(self):
         return {"calls": self.calls}
 

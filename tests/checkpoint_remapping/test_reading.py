@@ -12,7 +12,6 @@ import pickle
 import random
 import re
 import tarfile
-import warnings
 import zipfile
 from pathlib import Path
 from unittest.mock import patch
@@ -35,6 +34,7 @@ from lightning_tricks.checkpoint_remapping import (
 )
 from lightning_tricks.checkpoint_remapping.core.files.pickle_interpreter import read_pickle
 from lightning_tricks.checkpoint_remapping.core.files.storages import FileStorages
+from tests.small import cases, without_warnings
 
 
 class Net(nn.Module):
@@ -160,8 +160,7 @@ def test_lightning_says_where_the_weights_are_and_in_other_files_key_chooses():
 @pytest.mark.parametrize("zipped", [True, False])
 def test_a_pickled_module_gives_its_tensors_and_names_its_class(zipped):
     net = Net()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch before 2.6 looks for the source of classes
+    with without_warnings():  # torch before 2.6 looks for the source of classes
         torch.save(net, "net.pt", _use_new_zipfile_serialization=zipped)
     found = read_checkpoint("net.pt")
     equal(found.state_dict, net.state_dict())
@@ -171,8 +170,7 @@ def test_a_pickled_module_gives_its_tensors_and_names_its_class(zipped):
 
 def test_torchscript_and_data_parallel_inside_a_dict():
     net = Net()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch 2.15 deprecates TorchScript
+    with without_warnings():  # torch 2.15 deprecates TorchScript
         torch.jit.script(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))).save("script.pt")
     assert read_checkpoint("script.pt").kind == "torchscript"
     assert read_checkpoint("script.pt").state_dict["1.running_var"].shape == (3,)
@@ -364,8 +362,6 @@ def test_honest_values_become_placeholders(protocol):
 
 
 class Call:
-    """Pickles as a call of a function."""
-
     def __init__(self, function, *arguments):
         self.function, self.arguments = function, arguments
 
@@ -419,13 +415,11 @@ def test_calls_are_refused(container, beside_weights, monkeypatch):
     assert not Path("pwned").exists()
 
 
-@pytest.mark.parametrize(
-    ("how", "error"),
-    [
-        *((how, "Nothing of it was run") for how in ("INST", "OBJ", "REDUCE", "nested", "BUILD on a class")),
-        *((how, "Nothing of it was run") for how in ("extension", "runpy")),
-        *((how, "a pickled .*, not a state dict") for how in ("dotted", "torch.load", "numpy")),
-    ],
+@cases(
+    "how, error",
+    *((how, "Nothing of it was run") for how in ("INST", "OBJ", "REDUCE", "nested", "BUILD on a class")),
+    *((how, "Nothing of it was run") for how in ("extension", "runpy")),
+    *((how, "a pickled .*, not a state dict") for how in ("dotted", "torch.load", "numpy")),
 )
 def test_handmade_pickles_are_refused(how, error):
     Path("evil.pkl").write_bytes(_instruction(how))
@@ -563,8 +557,7 @@ def test_directories_and_missing_files():
 def test_directories_of_torch_distributed_checkpoint():
     import torch.distributed.checkpoint as dcp
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns that there is one process
+    with without_warnings():  # it warns that there is one process
         dcp.save({"a": torch.ones(2)}, checkpoint_id="sharded")
     with pytest.raises(NotACheckpointError, match=r"torch.distributed.checkpoint.format_utils dcp_to_torch sharded"):
         read_checkpoint("sharded")
@@ -616,13 +609,11 @@ def test_tensors_beyond_their_data(claimed):
         read_checkpoint("w.pt")
 
 
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        (ImportError("Install s3fs"), r"s3:// needs the extra 's3': pip install .*"),
-        (FileNotFoundError("bucket/w.pt"), r"it does not exist \(bucket/w\.pt\)\."),
-        (PermissionError("Forbidden."), r"Forbidden\."),
-    ],
+@cases(
+    "error, words",
+    (ImportError("Install s3fs"), r"s3:// needs the extra 's3': pip install .*"),
+    (FileNotFoundError("bucket/w.pt"), r"it does not exist \(bucket/w\.pt\)\."),
+    (PermissionError("Forbidden."), r"Forbidden\."),
 )
 def test_an_address_that_cannot_be_opened_is_told_and_draws_no_random_number(error, words):
     def fails(*_):

@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_tricks import load_weights
 from lightning_tricks.checkpoint_remapping import CheckpointError, RemapRule, read_rules, remap_keys
+from tests.small import cases
 
 
 def ones(*names):
@@ -20,24 +21,22 @@ def counted(*shape):
     return torch.arange(float(torch.Size(shape).numel())).reshape(shape)
 
 
-@pytest.mark.parametrize(
-    ("rule", "name", "expected"),
-    [
-        (("fc", "head"), "fc.weight", "head.weight"),
-        (("fc", "head"), "fc2.weight", "fc2.weight"),
-        (("fc.weight", "head"), "fc.weight", "head"),
-        (("module.", ""), "module.fc.weight", "fc.weight"),
-        (("module", ""), "module.fc.weight", "fc.weight"),
-        (("module.", ""), "net.module.weight", "net.module.weight"),
-        (("*", "net.*"), "fc.weight", "net.fc.weight"),
-        (("layer*.conv?.*", "blocks.*.c.*"), "layer1.0.conv2.weight", "blocks.1.0.c.weight"),
-        (("*.gamma", "*.weight"), "norm.gamma", "norm.weight"),
-        (("re:layer(\\d+)\\.(\\d+)", "stages.\\1.\\2"), "net.layer1.0.weight", "net.stages.1.0.weight"),
-        ({"from": "a", "to": "b"}, "a.weight", "b.weight"),
-        ({"a": "b", "b": "a"}, "b.weight", "a.weight"),
-        (RemapRule("a", "b"), "a", "b"),
-        ("wrappers", "net._orig_mod.module.fc.weight", "net.fc.weight"),
-    ],
+@cases(
+    "rule, name, expected",
+    (("fc", "head"), "fc.weight", "head.weight"),
+    (("fc", "head"), "fc2.weight", "fc2.weight"),
+    (("fc.weight", "head"), "fc.weight", "head"),
+    (("module.", ""), "module.fc.weight", "fc.weight"),
+    (("module", ""), "module.fc.weight", "fc.weight"),
+    (("module.", ""), "net.module.weight", "net.module.weight"),
+    (("*", "net.*"), "fc.weight", "net.fc.weight"),
+    (("layer*.conv?.*", "blocks.*.c.*"), "layer1.0.conv2.weight", "blocks.1.0.c.weight"),
+    (("*.gamma", "*.weight"), "norm.gamma", "norm.weight"),
+    (("re:layer(\\d+)\\.(\\d+)", "stages.\\1.\\2"), "net.layer1.0.weight", "net.stages.1.0.weight"),
+    ({"from": "a", "to": "b"}, "a.weight", "b.weight"),
+    ({"a": "b", "b": "a"}, "b.weight", "a.weight"),
+    (RemapRule("a", "b"), "a", "b"),
+    ("wrappers", "net._orig_mod.module.fc.weight", "net.fc.weight"),
 )
 def test_names(rule, name, expected):
     remapped = remap_keys(ones(name), [rule])
@@ -95,27 +94,24 @@ def test_split_and_fuse_are_inverse():
     assert [tuple(part.shape) for part in unequal.values()] == [(2, 2), (3, 2)]
     with pytest.raises(CheckpointError, match=r"kv \(5x2\) cannot be split into 2 parts"):
         remap_keys({"kv": counted(5, 2)}, [RemapRule("kv", ("k", "v"))])
-    with pytest.raises(
-        CheckpointError, match=r"q cannot become qkv: the other parts of q \+ k \+ v -> qkv are missing"
-    ):
+    words = r"q cannot become qkv: the other parts of q \+ k \+ v -> qkv are missing"
+    with pytest.raises(CheckpointError, match=words):
         remap_keys({"q": counted(2)}, [RemapRule(("q", "k", "v"), "qkv")])
     with pytest.raises(CheckpointError, match=r"cannot be fused"):
         remap_keys({"q": counted(2, 2), "k": counted(2)}, [RemapRule(("q", "k"), "qk")])
 
 
-@pytest.mark.parametrize(
-    ("rules", "error", "words"),
-    [
-        ("fc", TypeError, "rules must be a list of rules, got 'fc'"),
-        ([5], TypeError, "a rule must be a RemapRule, a dict, a pair"),
-        ([("", "a")], ValueError, "a source must not be empty"),
-        ([(1, "a")], TypeError, "must be strings, got 1"),
-        ([("re:(", "a")], ValueError, "is not a valid regular expression"),
-        ([("re:a(b)", r"\2")], ValueError, "the target does not fit the source: invalid group reference 2"),
-        ([("a", "*.b")], ValueError, r"the target has more '\*' than the source"),
-        ([(("a", "b"), None)], ValueError, "several sources are fused into one target"),
-        ([RemapRule], TypeError, "a rule must be a RemapRule"),
-    ],
+@cases(
+    "rules, error, words",
+    ("fc", TypeError, "rules must be a list of rules, got 'fc'"),
+    ([5], TypeError, "a rule must be a RemapRule, a dict, a pair"),
+    ([("", "a")], ValueError, "a source must not be empty"),
+    ([(1, "a")], TypeError, "must be strings, got 1"),
+    ([("re:(", "a")], ValueError, "is not a valid regular expression"),
+    ([("re:a(b)", r"\2")], ValueError, "the target does not fit the source: invalid group reference 2"),
+    ([("a", "*.b")], ValueError, r"the target has more '\*' than the source"),
+    ([(("a", "b"), None)], ValueError, "several sources are fused into one target"),
+    ([RemapRule], TypeError, "a rule must be a RemapRule"),
 )
 def test_what_is_no_rule(rules, error, words):
     with pytest.raises(error, match=words):

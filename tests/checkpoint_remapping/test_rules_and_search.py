@@ -15,6 +15,7 @@ from lightning_tricks._shared.text import render_text
 from lightning_tricks.checkpoint_remapping import AmbiguousAlignmentError, CheckpointError, RemapRule
 from lightning_tricks.checkpoint_remapping.core.matching.matches import Proposals
 from tests.checkpoint_remapping.models import module_of, randomized
+from tests.small import cases
 
 
 class TwoHeads(nn.Module):
@@ -130,15 +131,13 @@ def test_only_these_rules():
         load_weights(target, source.state_dict(), rules=["only", ("bar", "mu")])
 
 
-@pytest.mark.parametrize(
-    ("rules", "words"),
-    [
-        ([("bar", "muu")], r"the rule bar -> muu makes muu.weight, muu.bias, which .*Did you mean 'mu.weight'"),
-        ([("trunk0", "mu")], r"mu.weight \(2x6 in the model, 4x5 in the file\)"),
-        ([("bar", "mu"), ("foo", "mu")], "'bar.weight' and 'foo.weight' would both become 'mu.weight'"),
-        ([RemapRule("bar.weight", "mu.weight", transpose=True)], r"mu.weight \(2x6 in the model, 6x2 in the file\)"),
-        ([("numbers", "mu.bias")], r"mu.bias \(torch.float32 in the model, torch.int8 in the file\)"),
-    ],
+@cases(
+    "rules, words",
+    ([("bar", "muu")], r"the rule bar -> muu makes muu.weight, muu.bias, which .*Did you mean 'mu.weight'"),
+    ([("trunk0", "mu")], r"mu.weight \(2x6 in the model, 4x5 in the file\)"),
+    ([("bar", "mu"), ("foo", "mu")], "'bar.weight' and 'foo.weight' would both become 'mu.weight'"),
+    ([RemapRule("bar.weight", "mu.weight", transpose=True)], r"mu.weight \(2x6 in the model, 6x2 in the file\)"),
+    ([("numbers", "mu.bias")], r"mu.bias \(torch.float32 in the model, torch.int8 in the file\)"),
 )
 def test_rules_that_do_not_fit_change_nothing(rules, words):
     source, target = TwoHeads("trunk", "foo", "bar"), TwoHeads("stem", "mu", "logvar")
@@ -290,12 +289,10 @@ def test_a_rule_for_a_block_that_is_counted_from_the_other_end_is_evidence_for_t
     assert torch.equal(net["up"][1].weight, file["dec.2.weight"])
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "orders"),
-    [
-        ("a.wq", "a.q_proj", ("rotary pairs of neighbors", "rotary halves of each head")),
-        ("a.query_key_value", "a.qkv", ("query, key and value head by head", "query, key and value one after another")),
-    ],
+@cases(
+    "one, other, orders",
+    ("a.wq", "a.q_proj", ("rotary pairs of neighbors", "rotary halves of each head")),
+    ("a.query_key_value", "a.qkv", ("query, key and value head by head", "query, key and value one after another")),
 )
 @pytest.mark.parametrize("turn", [1, -1])
 def test_another_order_of_elements_is_said_instead_of_a_rule(one, other, orders, turn):
@@ -335,15 +332,13 @@ def test_a_proposed_rule_fits_the_layout():
     assert load_weights(net, file, rules=rules).loaded == 2
 
 
-@pytest.mark.parametrize(
-    ("shape", "wanted", "how"),
-    [
-        ((3, 4), (4, 3), {"transpose": True}),
-        ((1, 4), (4,), {"shape": [4]}),
-        ((3, 4), (3, 4, 1, 1), {"shape": [3, 4, 1, 1]}),
-        ((2, 3, 4), (4, 3, 2), None),
-        ((3, 4), (5, 4), None),
-    ],
+@cases(
+    "shape, wanted, how",
+    ((3, 4), (4, 3), {"transpose": True}),
+    ((1, 4), (4,), {"shape": [4]}),
+    ((3, 4), (3, 4, 1, 1), {"shape": [3, 4, 1, 1]}),
+    ((2, 3, 4), (4, 3, 2), None),
+    ((3, 4), (5, 4), None),
 )
 def test_a_rule_for_another_layout_is_proposed_where_there_is_one(shape, wanted, how):
     found = Proposals({"a.weight": shape}, {"b.weight": wanted}).for_layers(["a"], ["b"])

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_tricks.conformal import ConformalClassifier, ConformalRegressor
+from tests.small import cases
 
 SPLITS, N, M = 1000, 57, 80
 LIMITS = (4.0, 1.95)  # standard errors; the 99.9 % point of the Kolmogorov distribution
@@ -46,8 +47,6 @@ def misfit(covered: np.ndarray, n: int, m: int, alpha: str) -> tuple[float, floa
 
 
 class Band(nn.Module):
-    """Two of the inputs."""
-
     def forward(self, x):
         return x[:, 0], x[:, 1]
 
@@ -73,16 +72,14 @@ def _covered(conformal, make, splits=SPLITS):
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    ("score", "randomized", "groups"),
-    [
-        ("lac", False, None),
-        ("aps", True, None),
-        ("aps", False, None),
-        ("raps", True, None),
-        ("lac", False, "function"),
-        ("raps", False, None),
-    ],
+@cases(
+    "score, randomized, groups",
+    ("lac", False, None),
+    ("aps", True, None),
+    ("aps", False, None),
+    ("raps", True, None),
+    ("lac", False, "function"),
+    ("raps", False, None),
 )
 def test_sets_cover_as_often_as_they_should(score, randomized, groups):
     generator = torch.Generator().manual_seed(0)

@@ -80,7 +80,6 @@ def test_a_group_with_too_few_rows_is_named():
 
 
 def _slow_scores(probabilities, score, u):
-    """The score of each class, one class at a time."""
     made = np.empty_like(probabilities)
     for row, p in enumerate(probabilities):
         for c in range(len(p)):

@@ -55,8 +55,6 @@ class Line(RegressorMixin, BaseEstimator):
 
 
 class Outputs(nn.Module):
-    """The same as a module, for a score."""
-
     def __init__(self, score):
         super().__init__()
         self.score = score

@@ -19,7 +19,7 @@ from lightning_tricks.conformal import ConformalClassifier, ConformalRegressor
 from lightning_tricks.ensembles import VotingClassifier, VotingRegressor
 from tests.emulated_cuda.device import EmulatedCuda
 from tests.ensembles.nets import MLP, diabetes, digits
-from tests.small import QUIET, HostReads
+from tests.small import QUIET, HostReads, cases
 
 SETTINGS = [
     {},
@@ -48,8 +48,6 @@ class Net(nn.Module):
 
 
 class Of(nn.Module):
-    """A function as a module."""
-
     def __init__(self, function):
         super().__init__()
         self.function = function
@@ -354,16 +352,14 @@ def test_the_state_dict_is_plain_and_is_all(settings, tmp_path):
         other.predict(_test_pixels())
 
 
-@pytest.mark.parametrize(
-    ("settings", "others"),
-    [
-        ({}, {"alpha": 0.2}),
-        ({}, {"score": "aps"}),
-        ({"score": "aps"}, {"score": "aps", "generator": torch.Generator()}),
-        ({"groups": "class-conditional", "alpha": 0.3}, {"alpha": 0.3}),
-        ({"groups": lambda x: x[:, 0] > 2}, {}),
-        ({"score": "raps"}, {"score": "raps", "k_reg": 3}),
-    ],
+@cases(
+    "settings, others",
+    ({}, {"alpha": 0.2}),
+    ({}, {"score": "aps"}),
+    ({"score": "aps"}, {"score": "aps", "generator": torch.Generator()}),
+    ({"groups": "class-conditional", "alpha": 0.3}, {"alpha": 0.3}),
+    ({"groups": lambda x: x[:, 0] > 2}, {}),
+    ({"score": "raps"}, {"score": "raps", "k_reg": 3}),
 )
 def test_a_state_of_other_arguments_is_refused(settings, others):
     state = ConformalClassifier(_seeded(Net), _loader(), **settings).state_dict()
@@ -522,9 +518,8 @@ def test_a_scale_that_is_none_gives_no_interval():
 X, Y = torch.randn(30, 3), torch.arange(30) % 3
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
+@cases(
+    "arguments, error, message",
         ({"module": "net"}, TypeError, "module must be a torch.nn.Module that is trained, got 'net'"),
         ({"alpha": 1}, ValueError, "alpha must be a number > 0 and < 1, .* got 1"),
         ({"score": "lak"}, ValueError, "score must be one of lac, aps, raps, got 'lak'. Did you mean 'lac'"),
@@ -557,31 +552,24 @@ X, Y = torch.randn(30, 3), torch.arange(30) % 3
         ({"groups": lambda x: torch.tensor(1)}, ValueError, r"groups must return whole numbers \(30,\), got \(\)"),
         ({"groups": lambda x: torch.arange(30) < 3}, ValueError, r"9 calibration rows of each group: group 1 has 3\."),
         ({"score": "raps"}, ValueError, "at least 9 rows to calibrate, and as many .* got 2. and .: give"),
-    ],
 )  # fmt: skip
 def test_bad_input_of_classifiers_is_refused(arguments, error, message):
     with pytest.raises(error, match=message):
         ConformalClassifier(**{"module": nn.Identity(), "loader": [(X, Y)], **arguments})
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"score": "normalized"}, ValueError, "score must be one of absolute, normalised, quantile, .*'normalised'"),
-        ({"groups": "class-conditional"}, TypeError, "groups must be a function of the inputs of a batch"),
-        (
-            {"loader": [(X, X)]},
-            ValueError,
-            r"module must return one number for each row, .* got \(30, 3\): use a separate",
-        ),
-        ({"loader": [(X[:, 0], X)]}, ValueError, r"targets must be one number for each row, .* got \(30, 3\)"),
-        ({"loader": [(X[:, 0], X[:7, 0])]}, ValueError, "the module returns 30 values for 7 targets"),
-        ({"loader": [(X[:1, 0], X[:, 0])]}, ValueError, "the module returns 1 values for 30 targets"),
-        ({"score": "quantile"}, ValueError, r'for score="quantile", module must return two numbers for each row'),
-        ({"score": "normalised"}, ValueError, r'for score="normalised", module must return two numbers .* got \(30,\)'),
-        ({"loader": [(X[:, 0], X[:, 0] * torch.nan)]}, ValueError, "scores of 30 of 30 calibration rows are NaN"),
-        ({"loader": [(X[:, 0] / 0, X[:, 0])]}, ValueError, "scores of 30 of 30 calibration rows are NaN or infinite"),
-    ],
+@cases(
+    "arguments, error, message",
+    ({"score": "normalized"}, ValueError, "score must be one of absolute, normalised, quantile, .*'normalised'"),
+    ({"groups": "class-conditional"}, TypeError, "groups must be a function of the inputs of a batch"),
+    ({"loader": [(X, X)]}, ValueError, r"module must return one number for each row, .* got \(30, 3\): use a separate"),
+    ({"loader": [(X[:, 0], X)]}, ValueError, r"targets must be one number for each row, .* got \(30, 3\)"),
+    ({"loader": [(X[:, 0], X[:7, 0])]}, ValueError, "the module returns 30 values for 7 targets"),
+    ({"loader": [(X[:1, 0], X[:, 0])]}, ValueError, "the module returns 1 values for 30 targets"),
+    ({"score": "quantile"}, ValueError, r'for score="quantile", module must return two numbers for each row'),
+    ({"score": "normalised"}, ValueError, r'for score="normalised", module must return two numbers .* got \(30,\)'),
+    ({"loader": [(X[:, 0], X[:, 0] * torch.nan)]}, ValueError, "scores of 30 of 30 calibration rows are NaN"),
+    ({"loader": [(X[:, 0] / 0, X[:, 0])]}, ValueError, "scores of 30 of 30 calibration rows are NaN or infinite"),
 )
 def test_bad_input_of_regressors_is_refused(arguments, error, message):
     with pytest.raises(error, match=message):

@@ -42,28 +42,19 @@ class Setting:
     tolerance: float = 1e-4
 
 
+_SGD, _FUSED = {"optimization": "sgd"}, {"optimization": "fused"}
+_BF16 = {"precision": "bf16-mixed"}
 SETTINGS = {
     setting.name: setting
     for setting in (
         Setting("fp32", "`precision='32-true'`"),
-        Setting("bf16", "`precision='bf16-mixed'`", trainer={"precision": "bf16-mixed"}),
+        Setting("bf16", "`precision='bf16-mixed'`", trainer=_BF16),
         Setting("fp16", "fp16 with a GradScaler", fp16=True),
         Setting("64-true", "`precision='64-true'`", trainer={"precision": "64-true"}),
         Setting("bf16-true", "`precision='bf16-true'`", trainer={"precision": "bf16-true"}, tolerance=1e-2),
-        Setting(
-            "16-true",
-            "`precision='16-true'` (with SGD)",
-            net={"optimization": "sgd"},
-            trainer={"precision": "16-true"},
-            tolerance=1e-2,
-        ),
-        Setting("fp16 fused", "fp16 with a GradScaler and a fused optimizer", net={"optimization": "fused"}, fp16=True),
-        Setting(
-            "bf16 fused",
-            "`bf16-mixed` and a fused optimizer",
-            net={"optimization": "fused"},
-            trainer={"precision": "bf16-mixed"},
-        ),
+        Setting("16-true", "`precision='16-true'` (with SGD)", _SGD, {"precision": "16-true"}, tolerance=1e-2),
+        Setting("fp16 fused", "fp16 with a GradScaler and a fused optimizer", _FUSED, fp16=True),
+        Setting("bf16 fused", "`bf16-mixed` and a fused optimizer", _FUSED, _BF16),
         Setting(
             "combined",
             "fp16 with a GradScaler and a `CombinedOptimizer`, of which one is fused",
@@ -181,7 +172,6 @@ def unscaled(norm: float, trainer: Trainer, optimizer: torch.optim.Optimizer) ->
 
 
 def identical_copies(net: type[Net], **arguments: Any) -> tuple[Net, Net]:
-    """Two nets with the same weights."""
     nets = []
     for _ in range(2):
         with isolated_rng(seed=0):

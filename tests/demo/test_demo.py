@@ -55,7 +55,6 @@ def two_runs(tmp_path_factory):
 
 
 def _table(text):
-    """The lines of the last table."""
     return [line for line in text.rpartition("1,797 digits")[2].splitlines() if line.startswith("│")]
 
 

@@ -13,6 +13,7 @@ import pytest
 from lightning_tricks.cli import main
 from tests.devices.boards import LOST
 from tests.devices.fake_nvml import FakeGpu, FakeNvml
+from tests.small import cases
 
 
 @pytest.fixture
@@ -34,24 +35,22 @@ def _error(arguments, capsys):
 # gpus
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--id", "7"], "id must name GPUs of this machine, got '7'. It has 0 (GPU-00000000"),
-        (["--watch", "0"], "must be seconds from 0.1 to 86400, got '0'"),
-        (["--watch", "nan"], "must be seconds"),
-        (["--watch", "inf"], "must be seconds"),
-        (["--watch", "fast"], "must be seconds"),
-        (["--format", "devices"], "--format says how to choose GPUs: add --select N"),
-        (["--max-utilization", "0"], "--max-utilization says how to choose GPUs: add --select N"),
-        (["--select", "2", "--json"], "--select prints only the GPUs that it chooses: leave out --json"),
-        (["--select", "2", "--format", "devices", "--", "python"], "leave out --format"),
-        (["--", "python", "train.py"], "'python' needs GPUs to start on: add --select N before --"),
-        (["--select", "1", "--", "no_such_program"], "no program is called 'no_such_program' here"),
-        (["--select", "1", "--min-free-memory", "much", "--", "python"], "min_free_memory must be a number of bytes"),
-        (["--select", "two"], "invalid int value: 'two'"),
-        (["--select", "1", "--format", "uuid"], "invalid choice: 'uuid'"),
-    ],
+@cases(
+    "arguments, words",
+    (["--id", "7"], "id must name GPUs of this machine, got '7'. It has 0 (GPU-00000000"),
+    (["--watch", "0"], "must be seconds from 0.1 to 86400, got '0'"),
+    (["--watch", "nan"], "must be seconds"),
+    (["--watch", "inf"], "must be seconds"),
+    (["--watch", "fast"], "must be seconds"),
+    (["--format", "devices"], "--format says how to choose GPUs: add --select N"),
+    (["--max-utilization", "0"], "--max-utilization says how to choose GPUs: add --select N"),
+    (["--select", "2", "--json"], "--select prints only the GPUs that it chooses: leave out --json"),
+    (["--select", "2", "--format", "devices", "--", "python"], "leave out --format"),
+    (["--", "python", "train.py"], "'python' needs GPUs to start on: add --select N before --"),
+    (["--select", "1", "--", "no_such_program"], "no program is called 'no_such_program' here"),
+    (["--select", "1", "--min-free-memory", "much", "--", "python"], "min_free_memory must be a number of bytes"),
+    (["--select", "two"], "invalid int value: 'two'"),
+    (["--select", "1", "--format", "uuid"], "invalid choice: 'uuid'"),
 )
 def test_bad_arguments(nvml, arguments, words, capsys):
     assert words in _error(["gpus", *arguments], capsys)
@@ -184,14 +183,12 @@ def test_select_prints_uuids_or_what_the_trainer_takes_and_nothing_else(nvml, ca
         assert parsed(capsys.readouterr().out.strip()) == numbers
 
 
-@pytest.mark.parametrize(
-    ("limit", "words"),
-    [
-        (["--min-free-memory", "12GiB"], "less than min_free_memory=12 GiB"),
-        (["--max-utilization", "5"], "more than max_utilization=5"),
-        (["--max-temperature", "20"], "more than max_temperature=20"),
-        (["--timeout", "0.1"], "0 of 3 GPUs qualify"),
-    ],
+@cases(
+    "limit, words",
+    (["--min-free-memory", "12GiB"], "less than min_free_memory=12 GiB"),
+    (["--max-utilization", "5"], "more than max_utilization=5"),
+    (["--max-temperature", "20"], "more than max_temperature=20"),
+    (["--timeout", "0.1"], "0 of 3 GPUs qualify"),
 )
 def test_select_passes_the_limits_on_and_says_why_too_few_are_free(limit, words, nvml, capsys):
     nvml.gpus[2] = FakeGpu(memory_used="70GiB", utilization=6)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_tricks.devices import CudaMemory, MemoryReport
 from tests.devices.runs import SavesInTheMiddle, rows
-from tests.small import QUIET, EvaluatedNet, Net, digits, fit, loader
+from tests.small import QUIET, EvaluatedNet, Net, cases, digits, fit, loader
 
 GIB = 2**30
 
@@ -96,16 +96,14 @@ def test_memory_that_really_runs_out_in_training(tmp_path, told):
     assert "exp_avg of net.0.weight" in {one.name for one in callback.report.largest}
 
 
-@pytest.mark.parametrize(
-    ("function", "where", "words"),
-    [
-        ("fit", "backward", "stage train, epoch 0, batch 0"),
-        ("fit", "epoch_end", "stage train, epoch 0, outside of a step"),
-        ("fit", "evaluate", "stage validate, epoch 0, batch 3"),
-        ("validate", "evaluate", "stage validate, epoch 0, batch 3"),
-        ("test", "evaluate", "stage test, epoch 0, batch 3"),
-        ("predict", "predict_step", "stage predict, epoch 0, batch 3"),
-    ],
+@cases(
+    "function, where, words",
+    ("fit", "backward", "stage train, epoch 0, batch 0"),
+    ("fit", "epoch_end", "stage train, epoch 0, outside of a step"),
+    ("fit", "evaluate", "stage validate, epoch 0, batch 3"),
+    ("validate", "evaluate", "stage validate, epoch 0, batch 3"),
+    ("test", "evaluate", "stage test, epoch 0, batch 3"),
+    ("predict", "predict_step", "stage predict, epoch 0, batch 3"),
 )
 def test_each_stage_is_named_once(tmp_path, told, function, where, words):
     error = run(Hungry(where), CudaMemory(dirpath=str(tmp_path)), function)
@@ -465,9 +463,8 @@ class Keeps(Uses):
 
 
 def test_growth_is_warned_of_once(gpu, tmp_path):
-    with pytest.warns(
-        UserWarning, match=r"grew in each of the last 4 epochs, from 2 GiB to 4 GiB\. .*detach"
-    ) as caught:
+    words = r"grew in each of the last 4 epochs, from 2 GiB to 4 GiB\. .*detach"
+    with pytest.warns(UserWarning, match=words) as caught:
         callback = fit_on(gpu, tmp_path, Keeps(gpu, [1] + 7 * [0.5]), epochs=8)
     assert len([one for one in caught if "grew" in str(one.message)]) == 1
     assert callback.report.growth_per_epoch == GIB // 2

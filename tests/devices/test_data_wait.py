@@ -19,6 +19,7 @@ from lightning_tricks.devices.core.bottleneck import (
     waits_for_data,
 )
 from lightning_tricks.devices.core.utilization import available_cores
+from tests.small import cases
 
 
 class Clock:
@@ -174,9 +175,10 @@ class Device:
 
 
 @pytest.mark.trap("devices: is the loader the bottleneck, and was the device idle meanwhile")
-@pytest.mark.parametrize(
-    ("loading", "working", "idle"),
-    [(1.0, 4.0, 0.0), (4.0, 1.0, 3.0)],  # the host is done at once; the device works on
+@cases(
+    "loading, working, idle",
+    (1.0, 4.0, 0.0),
+    (4.0, 1.0, 3.0),  # the host is done at once; the device works on
 )
 def test_a_gpu_that_works_while_the_host_waits_is_not_idle(loading, working, idle, clock, monkeypatch):
     device = Device(clock, monkeypatch)
@@ -252,67 +254,60 @@ def loader(num_workers, persistent_workers=False):
 
 
 def waited(seconds, first=0, idle=None, n_batches=50):
-    """What 100 seconds were waited for."""
     return WaitTotals(seconds=100, waited=seconds, waited_first=first, idle=idle, n_batches=n_batches)
 
 
 _SHORT = WaitTotals(seconds=1, waited=0.4, n_batches=800)  # measured: a worker makes such a run twice as slow
 
 
-@pytest.mark.parametrize(
-    ("wait", "loader", "cores", "share", "remedy"),
-    [
-        (waited(43, first=40), loader(0), 1, 43, "try num_workers=1, now 0."),
-        (
-            _SHORT, loader(0), 8, 40,
-            "loading a batch takes only 0.5 ms, which worker processes would not make faster; use larger batches, or "
-            "index each batch at once out of tensors in memory.",
-        ),
-        (waited(80), loader(0), 2, 80,
-         "try num_workers=2, now 0 (4 would keep up, on 2 cores: make loading cheaper, too)."),
-        (
-            waited(50), loader(4), 4, 50,
-            "4 workers on 4 cores are not enough, so make loading cheaper: decoded, smaller or cached data, fewer "
-            "augmentations.",
-        ),
-        (
-            waited(50, first=40), loader(4), 16, 50,
-            "most of it was at the start of epochs, when the workers start again; try persistent_workers=True.",
-        ),
-        (waited(50, first=10), loader(4), 16, 50, "try num_workers=8, now 4."),
-        (waited(50, first=40), loader(4, True), 16, 50, "try num_workers=8, now 4."),
-        (waited(10, n_batches=10), None, 16, 10, "load in worker processes, or make loading cheaper."),
-        (waited(60, idle=50), loader(0), 8, 50, "try num_workers=2, now 0."),
-    ],
+@cases(
+    "wait, loader, cores, share, remedy",
+    (waited(43, first=40), loader(0), 1, 43, "try num_workers=1, now 0."),
+    (
+        _SHORT, loader(0), 8, 40,
+        "loading a batch takes only 0.5 ms, which worker processes would not make faster; use larger batches, or "
+        "index each batch at once out of tensors in memory.",
+    ),
+    (waited(80), loader(0), 2, 80,
+     "try num_workers=2, now 0 (4 would keep up, on 2 cores: make loading cheaper, too)."),
+    (
+        waited(50), loader(4), 4, 50,
+        "4 workers on 4 cores are not enough, so make loading cheaper: decoded, smaller or cached data, fewer "
+        "augmentations.",
+    ),
+    (
+        waited(50, first=40), loader(4), 16, 50,
+        "most of it was at the start of epochs, when the workers start again; try persistent_workers=True.",
+    ),
+    (waited(50, first=10), loader(4), 16, 50, "try num_workers=8, now 4."),
+    (waited(50, first=40), loader(4, True), 16, 50, "try num_workers=8, now 4."),
+    (waited(10, n_batches=10), None, 16, 10, "load in worker processes, or make loading cheaper."),
+    (waited(60, idle=50), loader(0), 8, 50, "try num_workers=2, now 0."),
 )  # fmt: skip
 def test_the_bottleneck_in_words(wait, loader, cores, share, remedy):
     words = f"Waited for data {share} % of the time: the loader is the bottleneck; {remedy}"
     assert judge_wait(wait, [loader] if loader else [], cores) == [words]
 
 
-@pytest.mark.parametrize(
-    ("wait", "words"),
-    [
-        (waited(3), ["Waited for data 3 % of the time: the loader keeps up."]),
-        (waited(5, idle=2), ["Waited for data 2 % of the time: the loader keeps up."]),
-        (
-            waited(10, idle=2),
-            ["The host waited for data 10 % of the time, and the GPU had work meanwhile: the loader keeps up."],
-        ),
-        (waited(90, n_batches=9), []),
-        (WaitTotals(), []),
-    ],
+@cases(
+    "wait, words",
+    (waited(3), ["Waited for data 3 % of the time: the loader keeps up."]),
+    (waited(5, idle=2), ["Waited for data 2 % of the time: the loader keeps up."]),
+    (
+        waited(10, idle=2),
+        ["The host waited for data 10 % of the time, and the GPU had work meanwhile: the loader keeps up."],
+    ),
+    (waited(90, n_batches=9), []),
+    (WaitTotals(), []),
 )
 def test_no_bottleneck_in_words(wait, words):
     assert judge_wait(wait, [loader(0)], 8) == words
 
 
-@pytest.mark.parametrize(
-    ("busy", "words"),
-    [
-        (20.0, "try num_workers=8, now 4: the CPU is not busy, so the workers wait for a disk or a network."),
-        (50.0, "4 workers on 4 cores are not enough"),
-    ],
+@cases(
+    "busy, words",
+    (20.0, "try num_workers=8, now 4: the CPU is not busy, so the workers wait for a disk or a network."),
+    (50.0, "4 workers on 4 cores are not enough"),
 )
 def test_workers_that_only_wait_may_be_more_than_cores(busy, words):
     wait = WaitTotals(seconds=100, waited=50, n_batches=50)
@@ -329,24 +324,22 @@ def test_the_quota_of_a_container_counts(quota, cores, tmp_path, monkeypatch):
     assert available_cores() == cores
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ((50.0, {}, 100, True), []),
-        ((None, {}, 0, True), []),
-        ((20.0, {}, 100, False), []),
-        (
-            (20.0, {}, 100, True),
-            [
-                "gpu0 worked 20 % of the time although data was available: the host starts kernels too slowly, or "
-                "something else runs between the steps; try larger batches or torch.compile."
-            ],
-        ),
-        (
-            (97.0, {"power cap": 40, "hardware thermal slowdown": 10, "power brake": 9}, 100, True),
-            ["gpu0 ran below its clock rate: power cap 40 %, hardware thermal slowdown 10 % of the time."],
-        ),
-    ],
+@cases(
+    "arguments, words",
+    ((50.0, {}, 100, True), []),
+    ((None, {}, 0, True), []),
+    ((20.0, {}, 100, False), []),
+    (
+        (20.0, {}, 100, True),
+        [
+            "gpu0 worked 20 % of the time although data was available: the host starts kernels too slowly, or "
+            "something else runs between the steps; try larger batches or torch.compile."
+        ],
+    ),
+    (
+        (97.0, {"power cap": 40, "hardware thermal slowdown": 10, "power brake": 9}, 100, True),
+        ["gpu0 ran below its clock rate: power cap 40 %, hardware thermal slowdown 10 % of the time."],
+    ),
 )
 def test_what_is_said_of_a_gpu(arguments, words):
     assert judge_gpu("gpu0", *arguments) == words

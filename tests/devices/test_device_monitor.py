@@ -4,7 +4,6 @@ import io
 import json
 import sys
 import threading
-import warnings
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -21,7 +20,7 @@ from lightning_tricks.devices.core.device_summary import DEFAULT_KEYS
 from lightning_tricks.devices.device_monitor import DeviceMonitor
 from tests.devices.fake_nvml import FakeGpu, FakeNvml
 from tests.devices.runs import SavesInTheMiddle, rows
-from tests.small import QUIET, EvaluatedNet, Net, digits, loader
+from tests.small import QUIET, EvaluatedNet, Net, cases, digits, loader, recorded_warnings
 from tests.small import fit as train
 
 HOST = ["host/cpu_utilization", "host/ram_used_gib", "host/data_wait"]
@@ -141,12 +140,10 @@ class Works(Callback):
 
 
 @pytest.mark.trap("devices: is the loader the bottleneck (PL#1216 #2701 #4833)")
-@pytest.mark.parametrize(
-    ("loading", "working", "words", "remedy"),
-    [
-        (3.0, 4.0, "Waited for data 74 % of the time: the loader is the bottleneck; {}.", "try num_workers=3, now 0"),
-        (0.01, 4.0, "Waited for data 1 % of the time: the loader keeps up.", ""),
-    ],
+@cases(
+    "loading, working, words, remedy",
+    (3.0, 4.0, "Waited for data 74 % of the time: the loader is the bottleneck; {}.", "try num_workers=3, now 0"),
+    (0.01, 4.0, "Waited for data 1 % of the time: the loader keeps up.", ""),
 )
 def test_the_verdict_is_measured(loading, working, words, remedy, monkeypatch):
     clock = [0.0]
@@ -259,8 +256,7 @@ def test_what_one_gpu_does_not_tell_takes_nothing_from_the_other(on_gpus, functi
     on_gpus.gpus[1].fails = {function: error}
     monitor = DeviceMonitor()
     unknown = function == "nvmlDeviceGetUUID" or (error, "Mig" in function) == ("GPU_IS_LOST", True)
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
+    with recorded_warnings() as warned:
         fit(monitor)
     said = [str(warning.message) for warning in warned if "DeviceMonitor" in str(warning.message)]
     assert said == ["DeviceMonitor does not measure gpu1: NVML reports nothing about it."] * unknown
@@ -389,14 +385,12 @@ class Raises(Callback):
         setattr(self, hook, raise_)
 
 
-@pytest.mark.parametrize(
-    ("hook", "error"),
-    [
-        ("on_train_batch_start", KeyboardInterrupt()),
-        ("on_fit_start", ZeroDivisionError("!")),
-        ("on_train_epoch_end", ZeroDivisionError("!")),
-        ("on_fit_end", KeyboardInterrupt()),
-    ],
+@cases(
+    "hook, error",
+    ("on_train_batch_start", KeyboardInterrupt()),
+    ("on_fit_start", ZeroDivisionError("!")),
+    ("on_train_epoch_end", ZeroDivisionError("!")),
+    ("on_fit_end", KeyboardInterrupt()),
 )
 def test_no_thread_is_left_after_an_exception(error, hook, capsys):
     running = []

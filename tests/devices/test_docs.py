@@ -21,7 +21,6 @@ _COMMANDS = [(command, block.output) for block in blocks_of(_PAGE, language="con
 
 
 def _machine():
-    """The machine that the page shows."""
     training = FakeProcess(4242, memory="61GiB")
     return FakeNvml(
         [

@@ -12,6 +12,7 @@ from lightning_tricks import cli
 from lightning_tricks.devices import Gpu
 from tests.devices.boards import CONSUMER_BOARD, LOST, MIG_ENABLED, UNIFIED_MEMORY
 from tests.devices.fake_nvml import FakeGpu, FakeMigSlice, FakeNvml, FakeProcess
+from tests.small import cases
 
 _BUSY = FakeGpu(
     memory_used="79.2GiB",
@@ -144,16 +145,14 @@ def test_mig_mode_without_slices(printed):
     assert printed([FakeGpu(mig_mode=True)]).endswith("\nGPU 0 is in MIG mode and has no slices.\n")
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("[red]train[/red].py [/]", "[red]train[/red].py [/]"),
-        ("a\x1b[2Jb\nc\rd", "a\\x1b[2Jb\\nc\\rd"),
-        ("caf\udce9.py", "caf\\udce9.py"),
-        ("\u202egnp.py", "\\u202egnp.py"),
-        ("\x07\x00", "\\x07\\x00"),
-        ("学习.py", "学习.py"),
-    ],
+@cases(
+    "text, shown",
+    ("[red]train[/red].py [/]", "[red]train[/red].py [/]"),
+    ("a\x1b[2Jb\nc\rd", "a\\x1b[2Jb\\nc\\rd"),
+    ("caf\udce9.py", "caf\\udce9.py"),
+    ("\u202egnp.py", "\\u202egnp.py"),
+    ("\x07\x00", "\\x07\\x00"),
+    ("学习.py", "学习.py"),
 )
 def test_text_of_others_is_shown_and_not_acted_on(text, shown, printed, monkeypatch):
     process = SimpleNamespace(name=lambda: text, cmdline=lambda: [text], username=lambda: text)
@@ -186,33 +185,29 @@ def test_json_is_plain(printed):
 # Which GPUs
 
 
-@pytest.mark.parametrize(
-    ("ids", "found"),
-    [
-        ("0", [0]),
-        ("5,0,5", [5, 0]),
-        (" 1 , 4 ", [1, 4]),
-        ("GPU-00000004", [4]),
-        ("gpu-00000005-0000-4000-8000-000000000000,0", [5, 0]),
-        ("MIG-f1", [4]),
-        ("00000000:02:00.0", [1]),
-        ("2", [2]),
-    ],
+@cases(
+    "ids, found",
+    ("0", [0]),
+    ("5,0,5", [5, 0]),
+    (" 1 , 4 ", [1, 4]),
+    ("GPU-00000004", [4]),
+    ("gpu-00000005-0000-4000-8000-000000000000,0", [5, 0]),
+    ("MIG-f1", [4]),
+    ("00000000:02:00.0", [1]),
+    ("2", [2]),
 )
 def test_ids(ids, found, printed):
     assert [gpu["index"] for gpu in json.loads(printed(_ALL, "--json", "--id", ids))] == found
 
 
-@pytest.mark.parametrize(
-    ("ids", "words"),
-    [
-        ("6", "got '6'. It has 0 (GPU-00000000-"),
-        ("-1", "got '-1'"),
-        ("GPU-7", "got 'GPU-7'"),
-        ("GPU-", "got 'GPU-', which fits 0 (GPU-00000000"),
-        ("0,x", "got 'x'"),
-        (",", "must be indices or UUIDs of GPUs, such as '0,1', got ','"),
-    ],
+@cases(
+    "ids, words",
+    ("6", "got '6'. It has 0 (GPU-00000000-"),
+    ("-1", "got '-1'"),
+    ("GPU-7", "got 'GPU-7'"),
+    ("GPU-", "got 'GPU-', which fits 0 (GPU-00000000"),
+    ("0,x", "got 'x'"),
+    (",", "must be indices or UUIDs of GPUs, such as '0,1', got ','"),
 )
 def test_ids_that_name_none_or_several(ids, words, refused):
     assert words in refused(_ALL, f"--id={ids}")

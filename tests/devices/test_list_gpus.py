@@ -13,6 +13,7 @@ import pytest
 from lightning_tricks.devices import GpuProcess, list_gpus
 from tests.devices.boards import DRIVER_470, MIG_ENABLED
 from tests.devices.fake_nvml import FakeGpu, FakeMigSlice, FakeNvml, FakeProcess
+from tests.small import cases
 
 # What each function tells
 _FIELDS = {
@@ -111,9 +112,11 @@ def test_a_gpu_that_is_lost_while_it_is_read_keeps_what_was_read(function, error
 
 @pytest.mark.trap("devices: three GPUs, one failing (GpuIsLost, Unknown)")
 @pytest.mark.parametrize("failing", [0, 1, 2])
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [("GPU_IS_LOST", "GPU is lost"), ("UNKNOWN", "Unknown Error"), ("INVALID_ARGUMENT", "Invalid Argument")],
+@cases(
+    "error, words",
+    ("GPU_IS_LOST", "GPU is lost"),
+    ("UNKNOWN", "Unknown Error"),
+    ("INVALID_ARGUMENT", "Invalid Argument"),
 )
 def test_one_of_three_has_no_handle(failing, error, words):
     fakes = [FakeGpu(name=f"GPU {number}") for number in range(3)]
@@ -263,12 +266,10 @@ def test_a_zombie_has_a_user():
         process.wait()
 
 
-@pytest.mark.parametrize(
-    "error", [psutil.AccessDenied(1), psutil.NoSuchProcess(1), PermissionError(), FileNotFoundError(), KeyError("1234")]
+@cases(
+    "error", psutil.AccessDenied(1), psutil.NoSuchProcess(1), PermissionError(), FileNotFoundError(), KeyError("1234")
 )
-@pytest.mark.parametrize(
-    ("method", "left"), [("name", {"user"}), ("cmdline", {"user", "command"}), ("username", {"command"})]
-)
+@cases("method, left", ("name", {"user"}), ("cmdline", {"user", "command"}), ("username", {"command"}))
 def test_what_is_denied_is_none_and_the_rest_is_told(method, left, error):
     with patch.object(psutil.Process, method, side_effect=error):
         (found,) = _one(processes=[_MINE]).processes

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lightning_tricks.devices import limit_memory
+from tests.small import cases
 
 
 @pytest.fixture
@@ -16,15 +17,13 @@ def limits(monkeypatch):
     return told
 
 
-@pytest.mark.parametrize(
-    ("device", "told"),
-    [
-        (None, None),
-        (1, torch.device("cuda:1")),
-        ("cuda:1", torch.device("cuda:1")),
-        ("cuda", torch.device("cuda")),
-        (torch.device("cuda:0"), torch.device("cuda:0")),
-    ],
+@cases(
+    "device, told",
+    (None, None),
+    (1, torch.device("cuda:1")),
+    ("cuda:1", torch.device("cuda:1")),
+    ("cuda", torch.device("cuda")),
+    (torch.device("cuda:0"), torch.device("cuda:0")),
 )
 def test_torch_is_told(limits, device, told):
     limit_memory(0.25, device)

@@ -10,6 +10,7 @@ from lightning_tricks._torch_compat.memory import memory_that_ran_out
 from lightning_tricks.devices.core.memory_figures import EpochGrowth, StagePeaks
 from lightning_tricks.devices.core.memory_report import MemoryReport
 from lightning_tricks.devices.core.out_of_memory import advise, describe_batch, requested_bytes
+from tests.small import cases
 
 GIB = 2**30
 
@@ -60,18 +61,16 @@ def test_growth():
     assert growth_of([100, 40]).per_epoch == -60
 
 
-@pytest.mark.parametrize(
-    ("sizes", "steady"),
-    [
-        ([GIB * n for n in range(4)], False),  # too few epochs
-        ([GIB * n for n in range(5)], True),
-        ([9 * GIB, 1 * GIB, 2 * GIB, 3 * GIB, 4 * GIB, 5 * GIB], True),
-        ([1 * GIB, 2 * GIB, 2 * GIB, 2 * GIB + 1, 3 * GIB, 4 * GIB, 5 * GIB], True),
-        ([1 * GIB, 2 * GIB, 3 * GIB, 3 * GIB, 4 * GIB, 5 * GIB], False),
-        ([GIB + 512 * n for n in range(9)], False),  # a few numbers
-        ([GIB + 2**18 * n for n in range(5)], True),
-        ([GIB + 2**18 * n - 1 * (n == 4) for n in range(5)], False),
-    ],
+@cases(
+    "sizes, steady",
+    ([GIB * n for n in range(4)], False),  # too few epochs
+    ([GIB * n for n in range(5)], True),
+    ([9 * GIB, 1 * GIB, 2 * GIB, 3 * GIB, 4 * GIB, 5 * GIB], True),
+    ([1 * GIB, 2 * GIB, 2 * GIB, 2 * GIB + 1, 3 * GIB, 4 * GIB, 5 * GIB], True),
+    ([1 * GIB, 2 * GIB, 3 * GIB, 3 * GIB, 4 * GIB, 5 * GIB], False),
+    ([GIB + 512 * n for n in range(9)], False),  # a few numbers
+    ([GIB + 2**18 * n for n in range(5)], True),
+    ([GIB + 2**18 * n - 1 * (n == 4) for n in range(5)], False),
 )
 def test_steady_growth(sizes, steady):
     assert growth_of(sizes).steady() == (sizes[-5:] if steady else [])
@@ -87,45 +86,43 @@ TIGHT = {"total": 24 * GIB, "free": GIB, "reserved": 22 * GIB, "allocated": 22 *
 BATCH = "smaller batch_size and Trainer(accumulate_grad_batches=n)"
 
 
-@pytest.mark.parametrize(
-    ("facts", "words", "other_words"),
-    [
-        ({"report": report(**TIGHT)}, [BATCH, "checkpoint"], ["expandable", "Other processes", "limit", "precision="]),
-        ({"report": report(**TIGHT), "precision": "32-true"}, ['precision="bf16-mixed"'], []),
-        ({"report": report("cpu", **TIGHT), "precision": "32-true"}, [BATCH], ["bf16", "expandable", "Other proc"]),
-        (
-            {"report": report(**TIGHT | {"reserved": 10 * GIB, "allocated": 10 * GIB})},
-            ["Other processes hold 13 GiB of 24 GiB"],
-            ["expandable"],
-        ),
-        ({"report": report("cpu", **TIGHT | {"reserved": GIB, "allocated": GIB})}, [BATCH], ["Other processes"]),
-        ({"report": report(**TIGHT | {"free": None})}, [BATCH], ["Other processes"]),
-        (
-            {"report": report(**TIGHT | {"allocated": 12 * GIB}), "requested": 4 * GIB},
-            ["10 GiB are reserved but not allocated", "expandable_segments:True"],
-            ["Other processes"],
-        ),
-        ({"report": report(**TIGHT | {"allocated": 12 * GIB}), "requested": 11 * GIB}, [BATCH], ["expandable"]),
-        ({"report": report(**TIGHT), "limit": 0.5}, ["only 50% of the memory: raise limit=0.5"], []),
-        ({"report": report(**TIGHT), "limit": 1.0}, [], ["limit"]),
-        (
-            {"report": report(**TIGHT, found_by_kind={"optimizer states": 12 * GIB, "parameters": 6 * GIB})},
-            ["optimizer's states take 12 GiB of 22 GiB"],
-            ["checkpoint"],
-        ),
-        ({"report": report(**TIGHT, growth_per_epoch=GIB)}, ["grew by 1 GiB per epoch", "loss.detach()"], []),
-        ({"report": report(**TIGHT, growth_per_epoch=1)}, [], ["grew"]),
-        ({"report": report(**TIGHT), "stage": "validate"}, ["validation loader"], ["accumulate", "graph", "recompute"]),
-        ({"report": report(**TIGHT, in_graph=8 * GIB), "stage": "validate"}, ["8 GiB belong to an autograd graph"], []),
-        ({"report": report(**TIGHT, in_graph=8 * GIB)}, [], ["belong to an autograd graph"]),
-        ({"report": report(**TIGHT), "stage": "test"}, ["test loader"], []),
-        ({"report": report(**TIGHT), "stage": "predict"}, ["return_predictions=False"], []),
-        ({"report": report(**TIGHT), "requested": 25 * GIB}, ["more than the device has (24 GiB)"], [BATCH]),
-        ({"report": report("cpu", allocated=0)}, [BATCH], []),
-        ({"report": report("cpu", allocated=1 << 20, reserved=GIB)}, [BATCH], ["recompute"]),
-        ({"report": report("cpu", allocated=8 * GIB, reserved=9 * GIB)}, [BATCH, "recompute"], []),
-        ({"report": report("cpu"), "is_of_worker": True}, ["num_workers or prefetch_factor"], ["accumulate"]),
-    ],
+@cases(
+    "facts, words, other_words",
+    ({"report": report(**TIGHT)}, [BATCH, "checkpoint"], ["expandable", "Other processes", "limit", "precision="]),
+    ({"report": report(**TIGHT), "precision": "32-true"}, ['precision="bf16-mixed"'], []),
+    ({"report": report("cpu", **TIGHT), "precision": "32-true"}, [BATCH], ["bf16", "expandable", "Other proc"]),
+    (
+        {"report": report(**TIGHT | {"reserved": 10 * GIB, "allocated": 10 * GIB})},
+        ["Other processes hold 13 GiB of 24 GiB"],
+        ["expandable"],
+    ),
+    ({"report": report("cpu", **TIGHT | {"reserved": GIB, "allocated": GIB})}, [BATCH], ["Other processes"]),
+    ({"report": report(**TIGHT | {"free": None})}, [BATCH], ["Other processes"]),
+    (
+        {"report": report(**TIGHT | {"allocated": 12 * GIB}), "requested": 4 * GIB},
+        ["10 GiB are reserved but not allocated", "expandable_segments:True"],
+        ["Other processes"],
+    ),
+    ({"report": report(**TIGHT | {"allocated": 12 * GIB}), "requested": 11 * GIB}, [BATCH], ["expandable"]),
+    ({"report": report(**TIGHT), "limit": 0.5}, ["only 50% of the memory: raise limit=0.5"], []),
+    ({"report": report(**TIGHT), "limit": 1.0}, [], ["limit"]),
+    (
+        {"report": report(**TIGHT, found_by_kind={"optimizer states": 12 * GIB, "parameters": 6 * GIB})},
+        ["optimizer's states take 12 GiB of 22 GiB"],
+        ["checkpoint"],
+    ),
+    ({"report": report(**TIGHT, growth_per_epoch=GIB)}, ["grew by 1 GiB per epoch", "loss.detach()"], []),
+    ({"report": report(**TIGHT, growth_per_epoch=1)}, [], ["grew"]),
+    ({"report": report(**TIGHT), "stage": "validate"}, ["validation loader"], ["accumulate", "graph", "recompute"]),
+    ({"report": report(**TIGHT, in_graph=8 * GIB), "stage": "validate"}, ["8 GiB belong to an autograd graph"], []),
+    ({"report": report(**TIGHT, in_graph=8 * GIB)}, [], ["belong to an autograd graph"]),
+    ({"report": report(**TIGHT), "stage": "test"}, ["test loader"], []),
+    ({"report": report(**TIGHT), "stage": "predict"}, ["return_predictions=False"], []),
+    ({"report": report(**TIGHT), "requested": 25 * GIB}, ["more than the device has (24 GiB)"], [BATCH]),
+    ({"report": report("cpu", allocated=0)}, [BATCH], []),
+    ({"report": report("cpu", allocated=1 << 20, reserved=GIB)}, [BATCH], ["recompute"]),
+    ({"report": report("cpu", allocated=8 * GIB, reserved=9 * GIB)}, [BATCH, "recompute"], []),
+    ({"report": report("cpu"), "is_of_worker": True}, ["num_workers or prefetch_factor"], ["accumulate"]),
 )
 def test_advice_follows_from_the_sizes(facts, words, other_words):
     text = "\n".join(advise(**facts))
@@ -173,28 +170,26 @@ def test_how_much_was_asked_for():
     assert requested_bytes(torch.OutOfMemoryError(message)) == 2.5 * GIB
 
 
-@pytest.mark.parametrize(
-    ("error", "owner"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."), "device"),
-        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"), "device"),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "device"),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), "device"),
-        (RuntimeError("CUDA error: CUSOLVER_STATUS_ALLOC_FAILED when calling `cusolverDnCreate(handle)`"), "device"),
-        (RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"), "device"),
-        (RuntimeError("CUDA driver error: out of memory"), "device"),
-        (RuntimeError("HIP out of memory. Tried to allocate 2.00 GiB."), "device"),
-        (RuntimeError("Worker 3 failed\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate"), "device"),
-        (RuntimeError("ncclUnhandledCudaError: Call failed.\nLast error:\nCuda failure 2 'out of memory'"), "device"),
-        (RuntimeError("Skipping batches on CUDA out of memory is not supported"), ""),
-        (RuntimeError("CUDA_RETRIES: the job ran out of memory budgets"), ""),
-        (RuntimeError("MPS backend out of memory (MPS allocated: 1 GB"), "device"),
-        (RuntimeError("[enforce fail at alloc_cpu.cpp:1] . DefaultCPUAllocator: not enough memory: you tried"), "host"),
-        (RuntimeError("CUDA error: device-side assert triggered"), ""),
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ""),
-        (ValueError("CUDA out of memory"), ""),
-        (KeyboardInterrupt(), ""),
-    ],
+@cases(
+    "error, owner",
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."), "device"),
+    (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"), "device"),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "device"),
+    (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), "device"),
+    (RuntimeError("CUDA error: CUSOLVER_STATUS_ALLOC_FAILED when calling `cusolverDnCreate(handle)`"), "device"),
+    (RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"), "device"),
+    (RuntimeError("CUDA driver error: out of memory"), "device"),
+    (RuntimeError("HIP out of memory. Tried to allocate 2.00 GiB."), "device"),
+    (RuntimeError("Worker 3 failed\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate"), "device"),
+    (RuntimeError("ncclUnhandledCudaError: Call failed.\nLast error:\nCuda failure 2 'out of memory'"), "device"),
+    (RuntimeError("Skipping batches on CUDA out of memory is not supported"), ""),
+    (RuntimeError("CUDA_RETRIES: the job ran out of memory budgets"), ""),
+    (RuntimeError("MPS backend out of memory (MPS allocated: 1 GB"), "device"),
+    (RuntimeError("[enforce fail at alloc_cpu.cpp:1] . DefaultCPUAllocator: not enough memory: you tried"), "host"),
+    (RuntimeError("CUDA error: device-side assert triggered"), ""),
+    (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ""),
+    (ValueError("CUDA out of memory"), ""),
+    (KeyboardInterrupt(), ""),
 )
 def test_which_errors_say_that_memory_ran_out(error, owner):
     assert memory_that_ran_out(error) == owner

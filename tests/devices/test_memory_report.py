@@ -182,8 +182,6 @@ class Wrapper(torch.Tensor):
 
 
 class Refuses(torch.Tensor):
-    """Has a storage, and refuses to be asked."""
-
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         raise ZeroDivisionError

@@ -4,17 +4,16 @@ import pytest
 
 from lightning_tricks.devices import NvmlUnavailableError, list_gpus
 from tests.devices.fake_nvml import FakeGpu, FakeNvml
+from tests.small import cases
 
 
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        ("LIBRARY_NOT_FOUND", "has no NVIDIA driver, or the container was started without its GPUs"),
-        ("DRIVER_NOT_LOADED", "is installed, but not loaded"),
-        ("LIB_RM_VERSION_MISMATCH", "was updated while it was loaded; the machine has to be restarted"),
-        ("NO_PERMISSION", "has no permission to use the NVIDIA driver"),
-        ("UNKNOWN", r"\(Unknown Error\): see nvidia-smi"),
-    ],
+@cases(
+    "error, words",
+    ("LIBRARY_NOT_FOUND", "has no NVIDIA driver, or the container was started without its GPUs"),
+    ("DRIVER_NOT_LOADED", "is installed, but not loaded"),
+    ("LIB_RM_VERSION_MISMATCH", "was updated while it was loaded; the machine has to be restarted"),
+    ("NO_PERMISSION", "has no permission to use the NVIDIA driver"),
+    ("UNKNOWN", r"\(Unknown Error\): see nvidia-smi"),
 )
 def test_it_says_why_nvml_does_not_start(error, words):
     nvml = FakeNvml(init_error=error)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from lightning_tricks.devices import NoGpuAvailableError, select_gpus
 from tests.devices.boards import LOST, MIG_ENABLED, UNIFIED_MEMORY
 from tests.devices.fake_nvml import FakeGpu, FakeMigSlice, FakeNvml, FakeProcess
+from tests.small import cases
 
 
 def selected(gpus, n=1, **arguments):
@@ -35,9 +36,7 @@ def refused(gpus, n=1, **arguments):
 
 
 @pytest.mark.trap("devices: pick the emptiest, not the first")
-@pytest.mark.parametrize(
-    ("prefer", "expected"), [("free_memory", [1, 2]), ("idle", [2, 3]), ("cool", [0, 3])], ids=lambda value: str(value)
-)
+@cases("prefer, expected", ("free_memory", [1, 2]), ("idle", [2, 3]), ("cool", [0, 3]), ids=lambda value: str(value))
 def test_the_preferred_ones_are_selected_and_listed_in_ascending_order(prefer, expected):
     gpus = [
         FakeGpu(memory_used="30GiB", utilization=4, temperature=30),
@@ -137,20 +136,18 @@ def test_limits_can_be_switched_off():
 # The arguments
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "says"),
-    [
-        ({"n": 0}, ValueError, "n must be a whole number >= 1, got 0"),
-        ({"n": "all"}, TypeError, "n must be a whole number >= 1, got 'all'"),
-        ({"min_free_memory": "8 gigs"}, ValueError, "min_free_memory must be .* got '8 gigs'"),
-        ({"max_utilization": 101}, ValueError, "max_utilization must be .* <= 100"),
-        ({"max_utilization": -1}, ValueError, "max_utilization must be .* >= 0"),
-        ({"max_temperature": float("nan")}, ValueError, "max_temperature must be"),
-        ({"prefer": "memory"}, ValueError, "prefer must be one of free_memory, idle, cool, got 'memory'"),
-        ({"timeout": -1}, ValueError, "timeout must be a finite number >= 0"),
-        ({"timeout": float("inf")}, ValueError, "timeout must be a finite number >= 0"),
-        ({"fallback": "gpu"}, ValueError, "fallback must be None or 'cpu', got 'gpu'"),
-    ],
+@cases(
+    "arguments, error, says",
+    ({"n": 0}, ValueError, "n must be a whole number >= 1, got 0"),
+    ({"n": "all"}, TypeError, "n must be a whole number >= 1, got 'all'"),
+    ({"min_free_memory": "8 gigs"}, ValueError, "min_free_memory must be .* got '8 gigs'"),
+    ({"max_utilization": 101}, ValueError, "max_utilization must be .* <= 100"),
+    ({"max_utilization": -1}, ValueError, "max_utilization must be .* >= 0"),
+    ({"max_temperature": float("nan")}, ValueError, "max_temperature must be"),
+    ({"prefer": "memory"}, ValueError, "prefer must be one of free_memory, idle, cool, got 'memory'"),
+    ({"timeout": -1}, ValueError, "timeout must be a finite number >= 0"),
+    ({"timeout": float("inf")}, ValueError, "timeout must be a finite number >= 0"),
+    ({"fallback": "gpu"}, ValueError, "fallback must be None or 'cpu', got 'gpu'"),
 )
 def test_a_wrong_argument_is_named_before_anything_is_read(arguments, error, says):
     nvml = FakeNvml([FakeGpu()])
@@ -197,10 +194,7 @@ def test_a_wrong_variable_is_an_error_in_spite_of_the_fallback(value, monkeypatc
 # CUDA's variables
 
 
-@pytest.mark.parametrize(
-    ("value", "expected", "uuid"),
-    [("2,0", [0], 2), ("0,2", [1], 2), ("GPU-00000001,GPU-00000000", [1], 0), (" 2", [0], 2)],
-)
+@cases("value, expected, uuid", ("2,0", [0], 2), ("0,2", [1], 2), ("GPU-00000001,GPU-00000000", [1], 0), (" 2", [0], 2))
 def test_indices_are_those_among_the_visible_gpus(value, expected, uuid, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
     gpus = [FakeGpu(memory_used="1GiB"), FakeGpu(memory_used="2GiB"), FakeGpu()]

@@ -17,6 +17,7 @@ from lightning_tricks.devices.core.result import state
 from tests.devices.boards import LOST
 from tests.devices.fake_nvml import FakeGpu, FakeNvml
 from tests.devices.jobs import HOLD, in_fork, nvml, python
+from tests.small import cases
 
 POSIX = pytest.mark.skipif(os.name != "posix", reason="forks, or becomes another program")
 UUIDS = [f"GPU-0000000{index}-0000-4000-8000-000000000000" for index in range(4)]
@@ -241,9 +242,7 @@ PROGRAM = """
 
 
 @POSIX
-@pytest.mark.parametrize(
-    ("before", "first", "index"), [(None, f"fails={LOST}", 1), ("3,2", "utilization=99", 2)], ids=["lost", "visible"]
-)
+@cases("before, first, index", (None, f"fails={LOST}", 1), ("3,2", "utilization=99", 2), ids=["lost", "visible"])
 def test_a_program_sees_its_gpus_alone_and_keeps_them_until_it_is_killed(
     before, first, index, on_fakes, monkeypatch, tmp_path
 ):
@@ -277,30 +276,26 @@ LAUNCHES = {
 }
 
 
-@pytest.mark.parametrize(  # "parent": elastic_launch in a script that has selected
-    ("launcher", "leader"),
-    [*((launcher, "") for launcher in LAUNCHES), ("<launcher>", "sweep"), ("torchrun", "parent")],
+@cases(  # "parent": elastic_launch in a script that has selected
+    "launcher, leader", *((launcher, "") for launcher in LAUNCHES), ("<launcher>", "sweep"), ("torchrun", "parent")
 )
 def test_a_rank_of_a_launcher_is_told_what_to_start_instead(launcher, leader, monkeypatch):
     relic = {VARIABLE: told(UUIDS[3], leader=1 << 22 if leader == "sweep" else None)} if leader else {}
     new_process(monkeypatch, **LAUNCHES[launcher], **relic)
-    with pytest.raises(
-        RankError, match=rf"`lightning-tricks gpus --select 3 -- .*{launcher.split()[-1]} \.\.\.`"
-    ) as error:
+    words = rf"`lightning-tricks gpus --select 3 -- .*{launcher.split()[-1]} \.\.\.`"
+    with pytest.raises(RankError, match=words) as error:
         select_gpus(3, nvml=nvml(4), fallback="cpu")
     assert ("call select_gpus before the Trainer runs" in str(error.value)) == (launcher == "<launcher>")
     assert state.locks == {}
 
 
-@pytest.mark.parametrize(
+@cases(
     "environment",
-    [
-        {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "a"},
-        {"SLURM_LOCALID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"},
-        {"SLURM_LOCALID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"},
-        {"SLURM_LOCALID": "0", "SLURM_NTASKS": "2"},
-        {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
-    ],
+    {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "a"},
+    {"SLURM_LOCALID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+    {"SLURM_LOCALID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"},
+    {"SLURM_LOCALID": "0", "SLURM_NTASKS": "2"},
+    {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
     ids=str,
 )
 def test_a_rank_that_is_alone_on_its_machine_selects(environment, monkeypatch):

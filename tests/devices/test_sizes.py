@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from lightning_tricks._shared.text import format_bytes
 from lightning_tricks.devices import list_gpus, select_gpus
 from tests.devices.fake_nvml import FakeGpu, FakeNvml
+from tests.small import cases
 
 
 def parse_size(value):
@@ -14,24 +15,22 @@ def parse_size(value):
     return list_gpus(nvml=FakeNvml([FakeGpu(memory_total=value)]))[0].memory_total or 0
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("8GiB", 8 << 30),
-        ("8 gib", 8 << 30),
-        ("8GIB", 8 << 30),
-        (" 8G ", 8 << 30),
-        ("8GB", 8 * 10**9),
-        ("0.5MiB", 1 << 19),
-        ("1k", 1024),
-        ("1KB", 1000),
-        ("2TiB", 2 << 40),
-        ("12", 12),
-        ("12B", 12),
-        (0, 0),
-        (1.5e9, 1_500_000_000),
-        ("0", 0),
-    ],
+@cases(
+    "text, size",
+    ("8GiB", 8 << 30),
+    ("8 gib", 8 << 30),
+    ("8GIB", 8 << 30),
+    (" 8G ", 8 << 30),
+    ("8GB", 8 * 10**9),
+    ("0.5MiB", 1 << 19),
+    ("1k", 1024),
+    ("1KB", 1000),
+    ("2TiB", 2 << 40),
+    ("12", 12),
+    ("12B", 12),
+    (0, 0),
+    (1.5e9, 1_500_000_000),
+    ("0", 0),
 )
 def test_sizes(text, size):
     assert parse_size(text) == size

@@ -27,6 +27,7 @@ from lightning_tricks.devices.core.utilization import (
 )
 from tests.devices.boards import MIG_ENABLED, UNIFIED_MEMORY
 from tests.devices.fake_nvml import FakeGpu, FakeMigSlice, FakeNvml
+from tests.small import cases
 
 
 def test_the_host():
@@ -83,14 +84,12 @@ def test_a_gpu():
 
 
 @pytest.mark.trap("devices: fields that are not supported are left out, never 0")
-@pytest.mark.parametrize(
-    ("fails", "missing"),
-    [
-        (UNIFIED_MEMORY, {"memory_used_gib", "fan"}),
-        (MIG_ENABLED, {"utilization", "memory_utilization", "fan"}),
-        ({"nvmlDeviceGetPowerUsage": "UNKNOWN"}, {"power_w"}),
-        ({"nvmlDeviceGetTemperature": "NO_PERMISSION"}, {"temperature"}),
-    ],
+@cases(
+    "fails, missing",
+    (UNIFIED_MEMORY, {"memory_used_gib", "fan"}),
+    (MIG_ENABLED, {"utilization", "memory_utilization", "fan"}),
+    ({"nvmlDeviceGetPowerUsage": "UNKNOWN"}, {"power_w"}),
+    ({"nvmlDeviceGetTemperature": "NO_PERMISSION"}, {"temperature"}),
 )
 def test_what_is_not_told_is_left_out(fails, missing):
     whole = gpu_load(FakeGpu()).measure().keys()

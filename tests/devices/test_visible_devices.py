@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from lightning_tricks.devices import Gpu, GpuProcess, MigSlice
 from lightning_tricks.devices.core.scoring import Usage, usage_of
 from lightning_tricks.devices.core.visible_devices import VisibleDevice, visible_devices
+from tests.small import cases
 
 UUIDS = ("GPU-aa11", "GPU-aa22", "GPU-b")
 PARTS = "0|1|2|3| 1|01|-1||abc|1x|GPU-aa11|GPU-aa|GPU-b| GPU-b|GPU-|GPU-c".split("|")  # noqa: SIM905  # also nothing
@@ -104,24 +105,22 @@ def test_what_is_accepted_is_what_torch_sees(count, monkeypatch):
 
 
 @pytest.mark.trap("devices: duplicates raise IndexError, `5,0` on two GPUs gives count 0 but index 5")
-@pytest.mark.parametrize(
-    ("value", "part", "says", "consequence"),
-    [
-        ("0,0", "0", "names GPU 0 (H100) again", "see no GPU"),
-        ("5,0", "5", "is not a GPU of this machine", "see no GPU"),
-        ("0,5", "5", "is not a GPU of this machine", "see GPU 0 (H100)."),
-        ("0,abc", "abc", "is neither an index nor a UUID", "see GPU 0 (H100)."),
-        ("0,-1", "-1", "is neither an index nor a UUID", "see GPU 0 (H100)."),
-        ("1,", "", "is neither an index nor a UUID", "see GPU 1 (H100)."),
-        ("1gpu", "1gpu", "is not an index", "read it as 1"),
-        ("+1", "+1", "is not an index", "read it as 1"),
-        ("none", "none", "is neither an index nor a UUID", "see no GPU"),
-        ("GPU-x", "GPU-x", "is not a GPU of this machine", "see no GPU"),
-        ("GPU-aa", "GPU-aa", "is ambiguous, as the UUIDs of GPU 0 (H100) and GPU 1 (H100) begin", "see no GPU"),
-        ("0,GPU-aa22", "GPU-aa22", "is not an index", "see GPU 0 (H100)."),
-        ("GPU-aa22,0", "0", "is not a UUID of a GPU", "see GPU 1 (H100)."),
-        ("MIG-x", "MIG-x", "is not a GPU of this machine", "see no GPU"),
-    ],
+@cases(
+    "value, part, says, consequence",
+    ("0,0", "0", "names GPU 0 (H100) again", "see no GPU"),
+    ("5,0", "5", "is not a GPU of this machine", "see no GPU"),
+    ("0,5", "5", "is not a GPU of this machine", "see GPU 0 (H100)."),
+    ("0,abc", "abc", "is neither an index nor a UUID", "see GPU 0 (H100)."),
+    ("0,-1", "-1", "is neither an index nor a UUID", "see GPU 0 (H100)."),
+    ("1,", "", "is neither an index nor a UUID", "see GPU 1 (H100)."),
+    ("1gpu", "1gpu", "is not an index", "read it as 1"),
+    ("+1", "+1", "is not an index", "read it as 1"),
+    ("none", "none", "is neither an index nor a UUID", "see no GPU"),
+    ("GPU-x", "GPU-x", "is not a GPU of this machine", "see no GPU"),
+    ("GPU-aa", "GPU-aa", "is ambiguous, as the UUIDs of GPU 0 (H100) and GPU 1 (H100) begin", "see no GPU"),
+    ("0,GPU-aa22", "GPU-aa22", "is not an index", "see GPU 0 (H100)."),
+    ("GPU-aa22,0", "0", "is not a UUID of a GPU", "see GPU 1 (H100)."),
+    ("MIG-x", "MIG-x", "is not a GPU of this machine", "see no GPU"),
 )
 def test_a_wrong_value_is_named_with_what_cuda_makes_of_it_and_the_remedy(value, part, says, consequence):
     with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES") as error:

@@ -60,7 +60,6 @@ class Block(NamedTuple):
 
     @property
     def commands(self) -> list[str]:
-        """The lines of a block of commands."""
         return [line.strip().removeprefix("$ ") for line in self.code.splitlines()]
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from tests.small import QUIET
+from tests.small import QUIET, cases
 
 pytestmark = pytest.mark.newest
 
@@ -90,9 +90,7 @@ def _start(project, *given, **variables):
     return subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize(
-    "folder", ["+run_name=digits", pytest.param("hydra.run.dir=logs/train/runs/digits", marks=pytest.mark.thorough)]
-)
+@cases("folder", "+run_name=digits", pytest.param("hydra.run.dir=logs/train/runs/digits", marks=pytest.mark.thorough))
 def test_a_hydra_project_resumes_in_a_folder_that_stays(project, folder):
     stopped = _start(project, folder, STOP="1")
     assert stopped.returncode == 75, stopped.stderr

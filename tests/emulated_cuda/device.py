@@ -127,7 +127,6 @@ class EmulatedCuda(TorchDispatchMode):
         return held
 
     def place(self, made: Any, home: int) -> Any:
-        """Note that tensors are on a device."""
         for tensor in tree_leaves(made):
             storage = _storage(tensor) if isinstance(tensor, Tensor) else None
             if storage is not None:
@@ -530,7 +529,6 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
 
 
 def _written(func: Any, args: tuple[Any, ...]) -> list[Any]:
-    """The arguments that an operator writes to."""
     schema = func._schema.arguments
     pairs = zip(schema, args, strict=False)
     return [one for info, arg in pairs if info.alias_info and info.alias_info.is_write for one in tree_leaves(arg)]

@@ -30,5 +30,4 @@ class Generator(torch._C.Generator, metaclass=_KnowsAll):
 
     @classmethod
     def is_emulated(cls, generator: torch.Generator) -> bool:
-        """Whether a generator is one of a device that is emulated."""
         return generator._cdata in cls._emulated

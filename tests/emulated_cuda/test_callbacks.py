@@ -103,7 +103,5 @@ class Before(_Moments):
 
 
 class After(_Moments):
-    """Last in the list."""
-
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         self.waits().moment = ""

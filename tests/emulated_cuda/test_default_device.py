@@ -24,6 +24,7 @@ from lightning_tricks.seeding import capture_rng_state, isolated_rng, restore_rn
 from tests.emulated_cuda.device import EmulatedCuda
 from tests.ensembles.nets import MLP
 from tests.ensembles.test_families import ADAM, FAMILIES, made
+from tests.small import cases
 
 
 def small():
@@ -68,22 +69,20 @@ def test_weights_come_to_the_model(weights, name, assign):
     align(model, read)
 
 
-@pytest.mark.parametrize(
+@cases(
     "use",
-    [
-        lambda: save_weights(small(), "b.pt"),
-        lambda: seed_everything(3, verbose=False),
-        lambda: restore_rng_state(capture_rng_state()),
-        lambda: isolated_rng(seed=1)(small)(),
-        lambda: replace_head(small(), 5),
-        lambda: summarize_model(small()),
-        lambda: count_flops(small(), torch.zeros(1, 8)),
-        lambda: memory_report(model=small()),
-        lambda: to_tensor(np.zeros((4, 4, 3), np.uint8)),
-        lambda: to_pil(torch.zeros(3, 4, 4)),
-        lambda: _clip(clip_grad_norm_, 1.0),
-        lambda: _clip(adaptive_clip_grad_, 0.1),
-    ],
+    lambda: save_weights(small(), "b.pt"),
+    lambda: seed_everything(3, verbose=False),
+    lambda: restore_rng_state(capture_rng_state()),
+    lambda: isolated_rng(seed=1)(small)(),
+    lambda: replace_head(small(), 5),
+    lambda: summarize_model(small()),
+    lambda: count_flops(small(), torch.zeros(1, 8)),
+    lambda: memory_report(model=small()),
+    lambda: to_tensor(np.zeros((4, 4, 3), np.uint8)),
+    lambda: to_pil(torch.zeros(3, 4, 4)),
+    lambda: _clip(clip_grad_norm_, 1.0),
+    lambda: _clip(adaptive_clip_grad_, 0.1),
 )
 def test_functions_work(use):
     use()

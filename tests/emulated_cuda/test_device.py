@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.emulated_cuda.device import EmulatedCuda
+from tests.small import cases
 
 pytestmark = pytest.mark.oldest
 
@@ -40,47 +41,43 @@ def test_tensors_say_where_they_are(device):
         torch.zeros(3, device="cuda:2")
 
 
-@pytest.mark.parametrize(
+@cases(
     "make",
-    [
-        lambda x: x + 1,
-        lambda x: x.view(-1)[1:],
-        lambda x: torch.zeros_like(x),
-        lambda x: x.new_ones(2),
-        lambda x: torch.full((), 3.0, device=x.device),
-        lambda x: torch.tensor([1.0], device="cuda"),
-        lambda x: nn.functional.one_hot(x.long(), 4),
-        lambda x: torch.func.vmap(torch.sin)(x),
-        lambda x: copy.deepcopy(x),
-        lambda x: nn.Linear(3, 2, device=x.device).weight,
-        lambda x: nn.Linear(3, 2).to(x).weight,
-        lambda x: x.cpu().cuda(),
-        lambda x: torch.as_tensor(np.ones(3), device="cuda"),
-        lambda x: torch.stack([x, x]).sum(0),
-        lambda x: x.double().half(),
-        lambda x: torch.rand(3, device="cuda", generator=torch.Generator("cuda")),
-    ],
+    lambda x: x + 1,
+    lambda x: x.view(-1)[1:],
+    lambda x: torch.zeros_like(x),
+    lambda x: x.new_ones(2),
+    lambda x: torch.full((), 3.0, device=x.device),
+    lambda x: torch.tensor([1.0], device="cuda"),
+    lambda x: nn.functional.one_hot(x.long(), 4),
+    lambda x: torch.func.vmap(torch.sin)(x),
+    lambda x: copy.deepcopy(x),
+    lambda x: nn.Linear(3, 2, device=x.device).weight,
+    lambda x: nn.Linear(3, 2).to(x).weight,
+    lambda x: x.cpu().cuda(),
+    lambda x: torch.as_tensor(np.ones(3), device="cuda"),
+    lambda x: torch.stack([x, x]).sum(0),
+    lambda x: x.double().half(),
+    lambda x: torch.rand(3, device="cuda", generator=torch.Generator("cuda")),
 )
 def test_results_are_on_the_device(device, make):
     assert make(torch.zeros(3, device="cuda")).device == torch.device("cuda:0")
 
 
-@pytest.mark.parametrize(
+@cases(
     "mix",
-    [
-        lambda x: x + torch.as_tensor(np.zeros(3)),
-        lambda x: torch.zeros(()).add_(x.sum()),
-        lambda x: torch.zeros(3).copy_(x) + x,
-        lambda x: torch.cat([x, torch.zeros(1)]),
-        lambda x: torch.stack([x[0], torch.zeros(())]),
-        lambda x: torch.zeros(3)[x.long()],
-        lambda x: nn.Linear(3, 2)(x),
-        lambda x: nn.functional.cross_entropy(x[None], torch.tensor([1])),
-        lambda x: x + torch.zeros(3, device="cuda:1"),
-        lambda x: torch.rand(3, device="cuda", generator=torch.Generator()),
-        lambda x: torch.rand(3, generator=torch.Generator("cuda")),
-        lambda x: setattr(nn.Parameter(x), "grad", torch.zeros(3)),
-    ],
+    lambda x: x + torch.as_tensor(np.zeros(3)),
+    lambda x: torch.zeros(()).add_(x.sum()),
+    lambda x: torch.zeros(3).copy_(x) + x,
+    lambda x: torch.cat([x, torch.zeros(1)]),
+    lambda x: torch.stack([x[0], torch.zeros(())]),
+    lambda x: torch.zeros(3)[x.long()],
+    lambda x: nn.Linear(3, 2)(x),
+    lambda x: nn.functional.cross_entropy(x[None], torch.tensor([1])),
+    lambda x: x + torch.zeros(3, device="cuda:1"),
+    lambda x: torch.rand(3, device="cuda", generator=torch.Generator()),
+    lambda x: torch.rand(3, generator=torch.Generator("cuda")),
+    lambda x: setattr(nn.Parameter(x), "grad", torch.zeros(3)),
 )
 def test_devices_do_not_mix(device, mix):
     with pytest.raises(RuntimeError, match="device"):
@@ -101,31 +98,29 @@ def test_numpy_needs_a_copy(device):
     assert x.cpu().numpy().tolist() == x.numpy(force=True).tolist() == [1, 1, 1]
 
 
-@pytest.mark.parametrize(
-    ("wait", "kind"),
-    [
-        (lambda x: x.sum().item(), "read"),
-        (lambda x: bool(x.any()), "read"),
-        (lambda x: float(x[0]), "read"),
-        (lambda x: f"{x.sum():.3f}", "read"),
-        (lambda x: x.tolist(), "read"),
-        (lambda x: torch.equal(x, x), "read"),
-        (lambda x: x[x > 0], "read"),
-        (lambda x: x.nonzero(), "read"),
-        (lambda x: x.unique(), "read"),
-        (lambda x: x.masked_select(x > 0), "read"),
-        (lambda x: x.cpu(), "to host"),
-        (lambda x: x.to("cpu"), "to host"),
-        (lambda x: torch.empty(3).copy_(x), "to host"),
-        (lambda x: torch.empty(3).copy_(x, non_blocking=True), "to host"),  # its memory is not pinned
-        (lambda x: torch.save(x, io.BytesIO()), "to host"),
-        (lambda x: torch.ones(3).cuda(), "to device"),
-        (lambda x: torch.tensor(3.0, device="cuda"), "to device"),
-        (lambda x: x[torch.tensor([0, 1])], "to device"),
-        (lambda x: x[[0, 1]], "to device"),
-        (lambda x: torch.cuda.synchronize(), "synchronize"),
-        (lambda x: torch.cuda.current_stream().synchronize(), "synchronize"),
-    ],
+@cases(
+    "wait, kind",
+    (lambda x: x.sum().item(), "read"),
+    (lambda x: bool(x.any()), "read"),
+    (lambda x: float(x[0]), "read"),
+    (lambda x: f"{x.sum():.3f}", "read"),
+    (lambda x: x.tolist(), "read"),
+    (lambda x: torch.equal(x, x), "read"),
+    (lambda x: x[x > 0], "read"),
+    (lambda x: x.nonzero(), "read"),
+    (lambda x: x.unique(), "read"),
+    (lambda x: x.masked_select(x > 0), "read"),
+    (lambda x: x.cpu(), "to host"),
+    (lambda x: x.to("cpu"), "to host"),
+    (lambda x: torch.empty(3).copy_(x), "to host"),
+    (lambda x: torch.empty(3).copy_(x, non_blocking=True), "to host"),  # its memory is not pinned
+    (lambda x: torch.save(x, io.BytesIO()), "to host"),
+    (lambda x: torch.ones(3).cuda(), "to device"),
+    (lambda x: torch.tensor(3.0, device="cuda"), "to device"),
+    (lambda x: x[torch.tensor([0, 1])], "to device"),
+    (lambda x: x[[0, 1]], "to device"),
+    (lambda x: torch.cuda.synchronize(), "synchronize"),
+    (lambda x: torch.cuda.current_stream().synchronize(), "synchronize"),
 )
 def test_what_the_host_waits_for_is_counted_with_its_line(device, wait, kind):
     wait(torch.zeros(3, device="cuda"))
@@ -133,19 +128,17 @@ def test_what_the_host_waits_for_is_counted_with_its_line(device, wait, kind):
     assert kinds(device) == [kind]
 
 
-@pytest.mark.parametrize(
+@cases(
     "run",
-    [
-        lambda x: (x * 2).sum().sqrt(),
-        lambda x: torch.ones(3).to("cuda", non_blocking=True),
-        lambda x: x.copy_(torch.ones(3), non_blocking=True),
-        lambda x: torch.empty(3, pin_memory=True).copy_(x, non_blocking=True),
-        lambda x: x.to("cpu", non_blocking=True),
-        lambda x: torch.full((), 3.0, device="cuda"),
-        lambda x: x.masked_fill(x > 0, 1.0),
-        lambda x: torch.cuda.Event().query(),
-        lambda x: nn.utils.clip_grad_norm_([nn.Parameter(x)], 1.0),
-    ],
+    lambda x: (x * 2).sum().sqrt(),
+    lambda x: torch.ones(3).to("cuda", non_blocking=True),
+    lambda x: x.copy_(torch.ones(3), non_blocking=True),
+    lambda x: torch.empty(3, pin_memory=True).copy_(x, non_blocking=True),
+    lambda x: x.to("cpu", non_blocking=True),
+    lambda x: torch.full((), 3.0, device="cuda"),
+    lambda x: x.masked_fill(x > 0, 1.0),
+    lambda x: torch.cuda.Event().query(),
+    lambda x: nn.utils.clip_grad_norm_([nn.Parameter(x)], 1.0),
 )
 def test_what_runs_on_is_no_wait(device, run):
     run(torch.zeros(3, device="cuda"))

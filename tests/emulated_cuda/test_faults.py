@@ -30,7 +30,6 @@ class Observer(Callback):
 
 
 def observer(look):
-    """Make a class of a function."""
     return type(look.__name__, (Observer,), {"look": look})
 
 

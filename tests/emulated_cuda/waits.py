@@ -47,8 +47,6 @@ class Wait:
 
 
 class Waits(list[Wait]):
-    """All waits of a run, in their order."""
-
     moment = ""
     sync_debug_mode = "default"
 
@@ -67,7 +65,6 @@ class Waits(list[Wait]):
 
 
 def by_hook(waits: Iterable[Wait]) -> dict[str, int]:
-    """How many there are in each hook."""
     return dict(Counter(wait.hook for wait in waits))
 
 

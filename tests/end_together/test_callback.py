@@ -2,7 +2,6 @@
 
 import math
 import signal
-import warnings
 
 import pytest
 import torch
@@ -15,7 +14,19 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_wor
 
 from lightning_tricks import AutoResume, EndTogether, HangWatch, Microbatching
 from tests.contract.checks import Interrupts
-from tests.small import QUIET, EvaluatedNet, Hooks, Net, digits, fork, ranks_agree_at_once, real_fp16, same
+from tests.small import (
+    QUIET,
+    EvaluatedNet,
+    Hooks,
+    Net,
+    cases,
+    digits,
+    fork,
+    ranks_agree_at_once,
+    real_fp16,
+    same,
+    without_warnings,
+)
 
 TWO = {**QUIET, "strategy": "ddp_fork", "devices": 2, "max_epochs": 2, "use_distributed_sampler": False}
 
@@ -45,8 +56,6 @@ class Sized(Stream):
 
 
 class Lying(Stream):
-    """Says that it has three batches more than it has."""
-
     def __len__(self):
         return self.count + 12
 
@@ -98,8 +107,6 @@ class Own(EvaluatedNet):
 
 
 class Writes(Callback):
-    """Writes what a rank did."""
-
     training_arguments = ()
 
     def __init__(self, folder):
@@ -122,11 +129,9 @@ class Writes(Callback):
 
 
 def run(folder, callbacks, module, stage="fit", **trainer):
-    """Run a stage on two ranks; return what each did."""
     torch.manual_seed(0)
     module = module()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of lengths of iterable data sets, and of no validation
+    with without_warnings():  # of lengths of iterable data sets, and of no validation
         runner = Trainer(callbacks=[*callbacks, Writes(folder)], **{**TWO, **trainer})
         options = {"fit": {}, "predict": {"return_predictions": False}}.get(stage, {"verbose": False})
         getattr(runner, stage)(module, **options)
@@ -162,17 +167,15 @@ OPTIONS = {
 
 @pytest.mark.trap("asked_most: unequal ranks")
 @pytest.mark.parametrize("counts", [(12, 9), (9, 12)])
-@pytest.mark.parametrize(
-    ("kind", "options", "workers"),
-    [
-        *((kind, "accumulation", 0) for kind in DATA),
-        *(("stream", name, 0) for name in OPTIONS),
-        ("stored", "limit", 0),
-        ("sized", "interval", 0),
-        ("sized", "large limit", 0),
-        ("stream", "accumulation", 2),
-        ("stored", "plain", 2),
-    ],
+@cases(
+    "kind, options, workers",
+    *((kind, "accumulation", 0) for kind in DATA),
+    *(("stream", name, 0) for name in OPTIONS),
+    ("stored", "limit", 0),
+    ("sized", "interval", 0),
+    ("sized", "large limit", 0),
+    ("stream", "accumulation", 2),
+    ("stored", "plain", 2),
 )
 @pytest.mark.sampled(6)
 def test_a_run_is_that_of_loaders_cut_by_hand(tmp_path, kind, options, workers, counts):
@@ -285,8 +288,7 @@ def stopped_and_resumed(folder, make, callbacks, at, **options):
             own = callbacks(folder / "run")
             others = [Interrupts(at)] if stops else []
             trainer = Trainer(callbacks=[*own, *others, Writes(folder)], **{**TWO, "strategy": "ddp", **options})
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with without_warnings():
                 if not stops:
                     torch.manual_seed(0)
                 trainer.fit(Own(make))
@@ -301,10 +303,7 @@ def stopped_and_resumed(folder, make, callbacks, at, **options):
 
 
 @pytest.mark.parametrize("together_first", [True, False])
-@pytest.mark.parametrize(
-    ("kind", "at", "workers"),
-    [("stream", 4, 0), ("stream", 7, 2), ("stored", 4, 0), ("stream", 9, 0), ("sized", 13, 0)],
-)
+@cases("kind, at, workers", ("stream", 4, 0), ("stream", 7, 2), ("stored", 4, 0), ("stream", 9, 0), ("sized", 13, 0))
 @pytest.mark.sampled(4)
 def test_it_resumes_in_the_middle_of_an_epoch(tmp_path, kind, at, workers, together_first):
     """Also at its last batch, and in the second one; the ranks go on with the same rows."""
@@ -360,8 +359,7 @@ def test_a_second_fit_and_new_loaders_in_each_epoch(tmp_path):
             made.clear()
             module = Reloaded(None)
             options = {**TWO, "strategy": "ddp", "reload_dataloaders_every_n_epochs": 1, "max_epochs": 4}
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with without_warnings():
                 trainer = Trainer(callbacks=[callback], **options)
                 trainer.fit(module)
             assert len(module.seen) == 3 + 2 + 6 + 3
@@ -407,12 +405,10 @@ def test_ranks_that_do_not_communicate_are_refused(monkeypatch):
         Trainer(callbacks=[EndTogether()], max_epochs=1, **QUIET).fit(Net(), DataLoader(digits(), 4))
 
 
-@pytest.mark.parametrize(
-    ("stages", "error", "words"),
-    [
-        ("train", TypeError, "stages must be a list of names, got 'train'"),
-        (["valid"], ValueError, "stages must be one of train, val, test, predict, got 'valid'. Did you mean 'val'?"),
-    ],
+@cases(
+    "stages, error, words",
+    ("train", TypeError, "stages must be a list of names, got 'train'"),
+    (["valid"], ValueError, "stages must be one of train, val, test, predict, got 'valid'. Did you mean 'val'?"),
 )
 def test_wrong_arguments(stages, error, words):
     with pytest.raises(error) as raised:

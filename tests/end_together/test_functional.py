@@ -15,7 +15,7 @@ from lightning_tricks._lightning_compat.ending_loaders import _ending_class
 from lightning_tricks.end_together import until_a_rank_ends
 from lightning_tricks.end_together.functional import SharedEnd, has_certain_length, least_and_furthest
 from tests.end_together.contract import Stream
-from tests.small import fork, loader
+from tests.small import cases, fork, loader
 
 RANKS = 3
 
@@ -181,24 +181,22 @@ class Items(Dataset):
         return index
 
 
-@pytest.mark.parametrize(
-    ("made", "is_certain"),
-    [
-        (lambda: loader(), True),
-        (lambda: loader(shuffle=True), True),
-        (lambda: DataLoader(Items(), sampler=WeightedRandomSampler([1.0] * 5, 3)), True),
-        (lambda: DataLoader(Items(), batch_size=None), True),
-        (lambda: DataLoader(Items(), batch_sampler=BatchSampler(RandomSampler(range(5)), 2, drop_last=True)), True),
-        (lambda: DataLoader(Items(), batch_sampler=Buckets(RandomSampler(range(5)), 2, drop_last=True)), False),
-        (lambda: DataLoader(Items(), batch_sampler=BatchSampler(OwnOrder(), 2, drop_last=True)), False),
-        (lambda: Leaves(Items()), False),
-        (lambda: Shorter(Items()), False),
-        (lambda: DataLoader(Items(), sampler=OwnOrder()), False),
-        (lambda: DataLoader(Items(), sampler=[1, 2]), False),
-        (lambda: DataLoader(Stream()), False),
-        (lambda: [1, 2], False),
-        (lambda: SimpleNamespace(dataset=[1], sampler=None), False),
-    ],
+@cases(
+    "made, is_certain",
+    (lambda: loader(), True),
+    (lambda: loader(shuffle=True), True),
+    (lambda: DataLoader(Items(), sampler=WeightedRandomSampler([1.0] * 5, 3)), True),
+    (lambda: DataLoader(Items(), batch_size=None), True),
+    (lambda: DataLoader(Items(), batch_sampler=BatchSampler(RandomSampler(range(5)), 2, drop_last=True)), True),
+    (lambda: DataLoader(Items(), batch_sampler=Buckets(RandomSampler(range(5)), 2, drop_last=True)), False),
+    (lambda: DataLoader(Items(), batch_sampler=BatchSampler(OwnOrder(), 2, drop_last=True)), False),
+    (lambda: Leaves(Items()), False),
+    (lambda: Shorter(Items()), False),
+    (lambda: DataLoader(Items(), sampler=OwnOrder()), False),
+    (lambda: DataLoader(Items(), sampler=[1, 2]), False),
+    (lambda: DataLoader(Stream()), False),
+    (lambda: [1, 2], False),
+    (lambda: SimpleNamespace(dataset=[1], sampler=None), False),
 )
 def test_which_lengths_are_certain(made, is_certain):
     assert has_certain_length(made()) is is_certain

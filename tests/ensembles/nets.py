@@ -95,7 +95,6 @@ def diabetes() -> tuple[TensorDataset, TensorDataset]:
 
 
 def few(dataset: TensorDataset, count: int, batch_size: int = 16, **arguments) -> DataLoader:
-    """The first samples, shuffled."""
     part = TensorDataset(*(tensor[:count] for tensor in dataset.tensors))
     return DataLoader(part, batch_size, **{"shuffle": True, **arguments})
 
@@ -145,7 +144,6 @@ def values(ensemble: LightningModule) -> dict[str, Tensor]:
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor], **tolerance) -> None:
-    """Compare tensors by name."""
     torch.testing.assert_close(one, other, **tolerance)
 
 

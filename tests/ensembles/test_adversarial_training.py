@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_tricks.ensembles import AdversarialTrainingClassifier, AdversarialTrainingRegressor
 from lightning_tricks.ensembles.adversarial_training import extended_extremes
 from tests.ensembles.nets import CNN, MLP, few, fit, same, some, values
-from tests.small import real_fp16
+from tests.small import cases, real_fp16
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 SGD = ("SGD", {"lr": 0.1})
@@ -167,13 +167,11 @@ def test_gradients_of_samples_do_not_vanish_in_half_precision():
 
 
 @pytest.mark.trap("ensembles: AdversarialTraining's epsilon is 0.5 in the signature and 0.01 in the docs")
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"epsilon": 0}, r"epsilon must be a number > 0 and <= 1 \(a share of each feature's range\), got 0"),
-        ({"epsilon": 2}, "got 2"),
-        ({"feature_range": 0}, "feature_range must be a number > 0, got 0"),
-    ],
+@cases(
+    "arguments, words",
+    ({"epsilon": 0}, r"epsilon must be a number > 0 and <= 1 \(a share of each feature's range\), got 0"),
+    ({"epsilon": 2}, "got 2"),
+    ({"feature_range": 0}, "feature_range must be a number > 0, got 0"),
 )
 def test_arguments(arguments, words):
     with pytest.raises(ValueError, match=words):

@@ -21,7 +21,7 @@ from lightning_tricks.ensembles import (
 from lightning_tricks.ensembles.boosting import negative_gradient
 from lightning_tricks.ensembles.gradient_boosting import CachedPredictions
 from tests.ensembles.nets import CNN, MLP, LitMLP, Recurrent, digits, few, fit, same, some, values
-from tests.small import QUIET
+from tests.small import QUIET, cases
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 SGD = ("SGD", {"lr": 0.1, "momentum": 0.9})
@@ -297,17 +297,15 @@ def _ones(count=10, batch_size=4):
     return DataLoader(TensorDataset(torch.zeros(count, 1), torch.ones(count, 1)), batch_size)
 
 
-@pytest.mark.parametrize(
-    ("amounts", "rounds", "trained", "kept"),
-    [
-        ((0.5, 0.3, 5.0, 5.0, 0.1), 2, 4, 2),
-        ((0.5, 0.3, 5.0, 5.0, 0.1), 1, 3, 2),
-        ((0.5, 5.0, -4.6, 5.0, 5.0), 2, 5, 3),  # better again in the second round
-        ((0.5, 0.3, 5.0, 5.0, 0.1), 9, 5, 2),
-        ((0.1, 0.1, 0.1, 0.1, 5.0), 2, 5, 4),  # the last stage comes before the second round
-        ((1.0, 0.0, 0.0, 0.0, 0.0), 2, 3, 1),  # ties
-        ((math.nan, 1.0, 1.0, 1.0, 1.0), 2, 3, 1),
-    ],
+@cases(
+    "amounts, rounds, trained, kept",
+    ((0.5, 0.3, 5.0, 5.0, 0.1), 2, 4, 2),
+    ((0.5, 0.3, 5.0, 5.0, 0.1), 1, 3, 2),
+    ((0.5, 5.0, -4.6, 5.0, 5.0), 2, 5, 3),  # better again in the second round
+    ((0.5, 0.3, 5.0, 5.0, 0.1), 9, 5, 2),
+    ((0.1, 0.1, 0.1, 0.1, 5.0), 2, 5, 4),  # the last stage comes before the second round
+    ((1.0, 0.0, 0.0, 0.0, 0.0), 2, 3, 1),  # ties
+    ((math.nan, 1.0, 1.0, 1.0, 1.0), 2, 3, 1),
 )
 @pytest.mark.trap("ensembles: GB keeps members that did not improve when the last stage comes first")
 def test_early_stopping_keeps_the_best_stage(amounts, rounds, trained, kept, tmp_path):
@@ -374,17 +372,15 @@ def test_two_ranks_stop_at_the_same_stage():
     torch.testing.assert_close(ensemble.stage_losses[:2], x_bar)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "options", "words"),
-    [
-        ({}, {"max_epochs": 4}, "has 3 stages of equal length, and max_epochs=4 is not a multiple"),
-        ({"early_stopping_rounds": 1}, {"max_epochs": 3}, r"early_stopping_rounds=1 needs validation data"),
-        (
-            {"early_stopping_rounds": 1},
-            {"max_epochs": 6, "check_val_every_n_epoch": 3, "val": True},
-            r"so after every 2 epochs, and check_val_every_n_epoch=3",
-        ),
-    ],
+@cases(
+    "arguments, options, words",
+    ({}, {"max_epochs": 4}, "has 3 stages of equal length, and max_epochs=4 is not a multiple"),
+    ({"early_stopping_rounds": 1}, {"max_epochs": 3}, r"early_stopping_rounds=1 needs validation data"),
+    (
+        {"early_stopping_rounds": 1},
+        {"max_epochs": 6, "check_val_every_n_epoch": 3, "val": True},
+        r"so after every 2 epochs, and check_val_every_n_epoch=3",
+    ),
 )
 @pytest.mark.trap("ensembles: a refused fit of GB already leaves members behind")
 def test_a_refused_fit_leaves_nothing_behind(arguments, options, words):
@@ -401,15 +397,13 @@ def test_a_refused_fit_leaves_nothing_behind(arguments, options, words):
 
 
 @pytest.mark.parametrize("kind", [GradientBoostingRegressor, SoftGradientBoostingRegressor])
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ({"shrinkage_rate": 0}, ValueError, r"shrinkage_rate must be a number > 0 and <= 1, got 0"),
-        ({"shrinkage_rate": 1.5}, ValueError, r"got 1.5"),
-        ({"shrinkage_rate": "1"}, TypeError, r"got '1' \(str\)"),
-        ({"criterion": nn.GaussianNLLLoss()}, ValueError, r"needs a variance, .*: use VotingRegressor"),
-        ({"voting_strategy": "hard"}, TypeError, "unexpected keyword argument 'voting_strategy'"),
-    ],
+@cases(
+    "arguments, error, words",
+    ({"shrinkage_rate": 0}, ValueError, r"shrinkage_rate must be a number > 0 and <= 1, got 0"),
+    ({"shrinkage_rate": 1.5}, ValueError, r"got 1.5"),
+    ({"shrinkage_rate": "1"}, TypeError, r"got '1' \(str\)"),
+    ({"criterion": nn.GaussianNLLLoss()}, ValueError, r"needs a variance, .*: use VotingRegressor"),
+    ({"voting_strategy": "hard"}, TypeError, "unexpected keyword argument 'voting_strategy'"),
 )
 def test_arguments(kind, arguments, error, words):
     with pytest.raises(error, match=words):

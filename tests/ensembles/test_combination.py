@@ -23,6 +23,7 @@ from lightning_tricks.ensembles.core.combination import (
     weighted_mean,
 )
 from lightning_tricks.ensembles.core.sampling import purpose_seed
+from tests.small import cases
 
 
 def _scores(n=5, rows=7, classes=4, seed=0):
@@ -71,13 +72,11 @@ OF_NUMBERS = nn.MSELoss(), nn.L1Loss(), nn.HuberLoss(delta=0.3), nn.SmoothL1Loss
 
 
 @pytest.mark.parametrize("times", [1, 16])  # 7 rows and 112, which are computed side by side
-@pytest.mark.parametrize(
-    ("criterion", "targets"),
-    [
-        *((criterion, CLASSES) for criterion in OF_CLASSES),
-        *((criterion, _scores(seed=1)) for criterion in OF_NUMBERS),
-        (nn.CrossEntropyLoss(), _scores(seed=1).softmax(-1)),
-    ],
+@cases(
+    "criterion, targets",
+    *((criterion, CLASSES) for criterion in OF_CLASSES),
+    *((criterion, _scores(seed=1)) for criterion in OF_NUMBERS),
+    (nn.CrossEntropyLoss(), _scores(seed=1).softmax(-1)),
     ids=str,
 )
 def test_losses_are_those_of_each_member_alone(criterion, targets, times):

@@ -15,14 +15,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_tricks.ensembles import VotingClassifier, cross_validate
 from tests.ensembles.nets import LBFGS, MLP, digits
-from tests.small import QUIET
+from tests.small import QUIET, cases
 
 trainer = partial(Trainer, max_epochs=1, **QUIET)
 
 
 class Line(LightningModule):
-    """Least squares to convergence."""
-
     def __init__(self, inputs=4):
         super().__init__()
         self.linear = nn.Linear(inputs, 1, dtype=torch.float64)
@@ -167,27 +165,25 @@ class TooFew(Counts):
         return batch[0][:1]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ({"cv": "prefit"}, ValueError, 'cv="prefit" is for StackingClassifier'),
-        ({"cv": [([0], [1]), ([1], [0])]}, ValueError, "29 rows are in no test part, such as row 2"),
-        ({"data": Stream()}, TypeError, "data must be a data set with a length"),
-        ({"data": DataLoader(Stream())}, ValueError, "Stream is an IterableDataset"),
-        ({"data": (torch.zeros(3, 1), torch.zeros(4, 1))}, ValueError, "tensors must have one length, got 3, 4"),
-        ({"data": DataLoader(Rows()), "batch_size": 3}, ValueError, "batch_size=3 is not used: data is a DataLoader"),
-        ({"batch_size": 0}, ValueError, "batch_size must be a whole number >= 1, got 0"),
-        ({"seed": -1}, ValueError, "seed must be an integer in"),
-        ({"make_module": dict}, TypeError, "make_module must make a LightningModule, it made {}"),
-        ({"trainer_factory": dict}, TypeError, "trainer_factory must make a Trainer, it made {}"),
-        ({"make_module": NoTensor}, TypeError, "NoTensor.predict_step must return a tensor for each batch, got list"),
-        ({"make_module": TooFew}, ValueError, "must return a row for each of the 8 held-out samples, got 1 rows"),
-        (
-            {"trainer_factory": partial(trainer, strategy="ddp_fork", devices=2)},
-            ValueError,
-            "trainer_factory made a Trainer of 2 devices: give one device",
-        ),
-    ],
+@cases(
+    "arguments, error, words",
+    ({"cv": "prefit"}, ValueError, 'cv="prefit" is for StackingClassifier'),
+    ({"cv": [([0], [1]), ([1], [0])]}, ValueError, "29 rows are in no test part, such as row 2"),
+    ({"data": Stream()}, TypeError, "data must be a data set with a length"),
+    ({"data": DataLoader(Stream())}, ValueError, "Stream is an IterableDataset"),
+    ({"data": (torch.zeros(3, 1), torch.zeros(4, 1))}, ValueError, "tensors must have one length, got 3, 4"),
+    ({"data": DataLoader(Rows()), "batch_size": 3}, ValueError, "batch_size=3 is not used: data is a DataLoader"),
+    ({"batch_size": 0}, ValueError, "batch_size must be a whole number >= 1, got 0"),
+    ({"seed": -1}, ValueError, "seed must be an integer in"),
+    ({"make_module": dict}, TypeError, "make_module must make a LightningModule, it made {}"),
+    ({"trainer_factory": dict}, TypeError, "trainer_factory must make a Trainer, it made {}"),
+    ({"make_module": NoTensor}, TypeError, "NoTensor.predict_step must return a tensor for each batch, got list"),
+    ({"make_module": TooFew}, ValueError, "must return a row for each of the 8 held-out samples, got 1 rows"),
+    (
+        {"trainer_factory": partial(trainer, strategy="ddp_fork", devices=2)},
+        ValueError,
+        "trainer_factory made a Trainer of 2 devices: give one device",
+    ),
 )
 def test_what_is_refused(arguments, error, words):
     given = {"make_module": Counts, "data": Rows(), "trainer_factory": trainer, "cv": 4, **arguments}

@@ -20,29 +20,28 @@ from lightning_tricks.ensembles import (
     VotingRegressor,
 )
 from tests.ensembles.nets import MLP, accuracy, digits, few, fit
+from tests.small import cases
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ({"n_estimators": 0}, ValueError, "n_estimators must be a whole number >= 1, got 0"),
-        ({"n_estimators": 2.0}, TypeError, "n_estimators must be a whole number >= 1, got 2.0"),
-        ({"n_outputs": 0}, ValueError, "n_outputs must be a whole number >= 1, got 0"),
-        ({"seed": -1}, ValueError, "seed must be a whole number >= 0, got -1"),
-        ({"voting_strategy": "sotf"}, ValueError, "voting_strategy must be one of soft, hard, got 'sotf'. Did"),
-        ({"vectorize": "yes"}, ValueError, "vectorize must be True, False or \"auto\", got 'yes'"),
-        ({"weights": [1]}, ValueError, r"weights must be one number for each of the 2 members, got \[1\]"),
-        ({"weights": [1, -1]}, ValueError, r"weights must be finite, none below 0 and not all 0, got \[1, -1\]"),
-        ({"optimizer": "Adma"}, ValueError, "optimizer must be one of .*, got 'Adma'. Did you mean 'Adamax'"),
-        ({"optimizer": 3}, TypeError, "optimizer must be OptimizerSpec\\(...\\), a dict of its arguments, a function"),
-        ({"lr_scheduler": ("StepRL", {})}, ValueError, "got 'StepRL'. Did you mean 'StepLR'"),
-        ({"criterion": 3}, TypeError, "criterion must be a function of outputs and targets, got 3"),
-        ({"criterion": "MSELos"}, ValueError, "criterion must be one of .*, got 'MSELos'. Did you mean 'MSELoss'"),
-        ({"estimator": None}, ValueError, "estimator must be given, as it is not saved"),
-        ({"estimator": [MLP(), MLP()], "n_estimators": 3}, ValueError, "n_estimators=3, but estimator holds 2 members"),
-    ],
+@cases(
+    "arguments, error, words",
+    ({"n_estimators": 0}, ValueError, "n_estimators must be a whole number >= 1, got 0"),
+    ({"n_estimators": 2.0}, TypeError, "n_estimators must be a whole number >= 1, got 2.0"),
+    ({"n_outputs": 0}, ValueError, "n_outputs must be a whole number >= 1, got 0"),
+    ({"seed": -1}, ValueError, "seed must be a whole number >= 0, got -1"),
+    ({"voting_strategy": "sotf"}, ValueError, "voting_strategy must be one of soft, hard, got 'sotf'. Did"),
+    ({"vectorize": "yes"}, ValueError, "vectorize must be True, False or \"auto\", got 'yes'"),
+    ({"weights": [1]}, ValueError, r"weights must be one number for each of the 2 members, got \[1\]"),
+    ({"weights": [1, -1]}, ValueError, r"weights must be finite, none below 0 and not all 0, got \[1, -1\]"),
+    ({"optimizer": "Adma"}, ValueError, "optimizer must be one of .*, got 'Adma'. Did you mean 'Adamax'"),
+    ({"optimizer": 3}, TypeError, "optimizer must be OptimizerSpec\\(...\\), a dict of its arguments, a function"),
+    ({"lr_scheduler": ("StepRL", {})}, ValueError, "got 'StepRL'. Did you mean 'StepLR'"),
+    ({"criterion": 3}, TypeError, "criterion must be a function of outputs and targets, got 3"),
+    ({"criterion": "MSELos"}, ValueError, "criterion must be one of .*, got 'MSELos'. Did you mean 'MSELoss'"),
+    ({"estimator": None}, ValueError, "estimator must be given, as it is not saved"),
+    ({"estimator": [MLP(), MLP()], "n_estimators": 3}, ValueError, "n_estimators=3, but estimator holds 2 members"),
 )
 def test_arguments(arguments, error, words):
     with pytest.raises(error, match=words):
@@ -66,13 +65,11 @@ def _loader(x, y, **arguments):
     return DataLoader(TensorDataset(x, y), 4, **arguments)
 
 
-@pytest.mark.parametrize(
+@cases(
     "kind",
-    [
-        *(partial(kind, vectorize=how) for kind in (VotingClassifier, FusionClassifier) for how in (True, False)),
-        GradientBoostingClassifier,
-        SoftGradientBoostingClassifier,
-    ],
+    *(partial(kind, vectorize=how) for kind in (VotingClassifier, FusionClassifier) for how in (True, False)),
+    GradientBoostingClassifier,
+    SoftGradientBoostingClassifier,
 )
 @pytest.mark.parametrize("late", [False, True])
 def test_classes_that_there_are_not(kind, late):
@@ -82,13 +79,11 @@ def test_classes_that_there_are_not(kind, late):
         fit(kind(MLP, 2), _loader(torch.rand(16, 64), y), max_epochs=2)
 
 
-@pytest.mark.parametrize(
-    ("outputs", "target", "words"),
-    [
-        ((1,), (), r"train: targets of shape \(4,\) do not fit members' outputs of shape \(4, 1\) \(y.unsqueeze\(1\)"),
-        ((2,), (1,), r"train: targets of shape \(4, 1\) do not fit members' outputs of shape \(4, 2\)\."),
-        ((), (1,), r"train: targets of shape \(4, 1\) do not fit members' outputs of shape \(4,\)"),
-    ],
+@cases(
+    "outputs, target, words",
+    ((1,), (), r"train: targets of shape \(4,\) do not fit members' outputs of shape \(4, 1\) \(y.unsqueeze\(1\)"),
+    ((2,), (1,), r"train: targets of shape \(4, 1\) do not fit members' outputs of shape \(4, 2\)\."),
+    ((), (1,), r"train: targets of shape \(4, 1\) do not fit members' outputs of shape \(4,\)"),
 )
 @pytest.mark.trap("ensembles: regression targets (N,) against outputs (N, 1) are broadcast")
 def test_targets_that_broadcasting_would_spread(outputs, target, words):
@@ -112,12 +107,10 @@ def test_outputs_and_targets_without_columns_fit_each_other():
     assert trainer.callback_metrics["val/loss"].item() == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("member", "words"),
-    [
-        (nn.Linear(64, 1), "members return 1 output for each sample; a classifier needs one for each class"),
-        (nn.Sequential(nn.Linear(64, 64), nn.Unflatten(1, (8, 8))), r"members must return outputs \(B, n_outputs\)"),
-    ],
+@cases(
+    "member, words",
+    (nn.Linear(64, 1), "members return 1 output for each sample; a classifier needs one for each class"),
+    (nn.Sequential(nn.Linear(64, 64), nn.Unflatten(1, (8, 8))), r"members must return outputs \(B, n_outputs\)"),
 )
 def test_outputs_that_are_none_of_a_classifier(member, words):
     with pytest.raises(ValueError, match=words):

@@ -11,6 +11,7 @@ from torch import nn
 from lightning_tricks import save_weights
 from lightning_tricks.ensembles.core.factory import build_members, class_name, imported_class, reset_parameters
 from tests.ensembles.nets import CNN, MLP
+from tests.small import cases
 
 
 def _equal(a, b):
@@ -117,18 +118,16 @@ def test_a_class_is_found_by_name_where_it_is_imported_and_nothing_is_imported()
     assert "this" not in sys.modules
 
 
-@pytest.mark.parametrize(
-    ("estimator", "arguments", "error", "words"),
-    [
-        (3, None, TypeError, "estimator must be a class or factory, a torch.nn.Module, or a list .*, got 3 \\(int\\)"),
-        (dict, None, TypeError, "estimator must make a torch.nn.Module, <class 'dict'> made {}"),
-        (MLP(), {"hidden": 3}, ValueError, "estimator_args={'hidden': 3} are not used: estimator is a module already"),
-        ([], None, ValueError, "estimator must not be an empty list"),
-        ([MLP(), 3], None, TypeError, r"estimator\[1\] must be a torch.nn.Module or a path, got 3"),
-        ([MLP()] * 2, None, ValueError, r"estimator\[1\] is the same module as one before it: give a copy"),
-        ([MLP()], {"hidden": 3}, ValueError, "are not used: estimator is a list of modules"),
-        (["a.ckpt"], None, ValueError, r"paths of weights \('a.ckpt'\): give the class that they are weights of"),
-    ],
+@cases(
+    "estimator, arguments, error, words",
+    (3, None, TypeError, "estimator must be a class or factory, a torch.nn.Module, or a list .*, got 3 \\(int\\)"),
+    (dict, None, TypeError, "estimator must make a torch.nn.Module, <class 'dict'> made {}"),
+    (MLP(), {"hidden": 3}, ValueError, "estimator_args={'hidden': 3} are not used: estimator is a module already"),
+    ([], None, ValueError, "estimator must not be an empty list"),
+    ([MLP(), 3], None, TypeError, r"estimator\[1\] must be a torch.nn.Module or a path, got 3"),
+    ([MLP()] * 2, None, ValueError, r"estimator\[1\] is the same module as one before it: give a copy"),
+    ([MLP()], {"hidden": 3}, ValueError, "are not used: estimator is a list of modules"),
+    (["a.ckpt"], None, ValueError, r"paths of weights \('a.ckpt'\): give the class that they are weights of"),
 )
 def test_what_makes_no_members(estimator, arguments, error, words):
     with pytest.raises(error, match=words):

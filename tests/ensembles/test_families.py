@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 
 from lightning_tricks import AutoResume, OptimizerSpec, ensembles
 from tests.ensembles.nets import CNN, MLP, Stops, accuracy, diabetes, digits, few, fit, same, some, values
-from tests.small import QUIET, real_fp16
+from tests.small import QUIET, cases, real_fp16
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
@@ -112,9 +112,7 @@ def test_settings_of_the_trainer(family, setting):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    "precision", ["fp16", pytest.param("16-mixed", marks=[pytest.mark.gpu, pytest.mark.sampled(3)])]
-)
+@cases("precision", "fp16", pytest.param("16-mixed", marks=[pytest.mark.gpu, pytest.mark.sampled(3)]))
 def test_real_fp16_and_a_gpu(family, precision):
     options = {"accelerator": "gpu", "devices": 1, "precision": precision}
     if precision == "fp16":

@@ -9,6 +9,7 @@ from lightning.pytorch import Callback
 from lightning_tricks import OptimizerSpec
 from lightning_tricks.ensembles import FastGeometricClassifier, FastGeometricRegressor
 from tests.ensembles.nets import CNN, MLP, digits, fit, same, some, trained_alone, values
+from tests.small import cases
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
@@ -112,27 +113,23 @@ def test_after_the_last_copy_half_a_cycle_may_be_left_out():
     same(values(whole.estimators_), values(short.estimators_), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "options", "words"),
-    [
-        ({"base_epochs": 2}, {"max_epochs": 7}, r"does not match max_epochs=7 and max_steps=-1: set max_epochs=6"),
-        ({}, {"max_epochs": -1, "max_steps": 9}, r"does not match .* max_steps=9"),
-        ({"lr_1": 1e-5, "lr_2": 1e-4}, {"max_epochs": 4}, "lr_2=0.0001 is the lowest learning rate of a cycle, and is"),
-    ],
+@cases(
+    "arguments, options, words",
+    ({"base_epochs": 2}, {"max_epochs": 7}, r"does not match max_epochs=7 and max_steps=-1: set max_epochs=6"),
+    ({}, {"max_epochs": -1, "max_steps": 9}, r"does not match .* max_steps=9"),
+    ({"lr_1": 1e-5, "lr_2": 1e-4}, {"max_epochs": 4}, "lr_2=0.0001 is the lowest learning rate of a cycle, and is"),
 )
 def test_runs_that_do_not_hold_the_cycles(arguments, options, words):
     with pytest.raises(Exception, match=words):
         fit(FastGeometricClassifier(MLP, 2, cycle=2, **arguments, seed=0), some(), **options)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"cycle": 0}, "cycle must be a whole number >= 1, got 0"),
-        ({"base_epochs": -1}, "base_epochs must be a whole number >= 0, got -1"),
-        ({"lr_1": 0}, "lr_1 must be a number > 0, got 0"),
-        ({"lr_2": -1}, "lr_2 must be a number > 0, got -1"),
-    ],
+@cases(
+    "arguments, words",
+    ({"cycle": 0}, "cycle must be a whole number >= 1, got 0"),
+    ({"base_epochs": -1}, "base_epochs must be a whole number >= 0, got -1"),
+    ({"lr_1": 0}, "lr_1 must be a number > 0, got 0"),
+    ({"lr_2": -1}, "lr_2 must be a number > 0, got -1"),
 )
 def test_arguments(arguments, words):
     with pytest.raises(ValueError, match=words):

@@ -143,7 +143,6 @@ class Row(nn.Linear):
 
 
 def rows_of_members(kind, given, n=3, epochs=EPOCHS, **arguments):
-    """The rows of each member, epoch by epoch."""
     ensemble = kind(Row, n, vectorize=False, seed=0, **arguments)
     fit(ensemble, given, max_epochs=epochs)
     seen = [member.seen for member in ensemble.estimators_]

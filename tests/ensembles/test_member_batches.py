@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_tricks.ensembles.training_data import batch_of_member
+from tests.small import cases
 
 Pair = namedtuple("Pair", "x y")
 
@@ -62,13 +63,11 @@ def test_dictionaries_side_by_side_are_no_samples():
     assert torch.equal(targets["y"], y[3:])
 
 
-@pytest.mark.parametrize(
-    ("batch", "error", "words"),
-    [
-        ((torch.rand(4, 6), torch.rand(6)), ValueError, "a part of the batch has 4 rows, and 3 members have 6"),
-        ({"x": np.zeros((1, 6))}, ValueError, "a part of the batch has 1 rows"),
-        ([torch.rand(6), object()], TypeError, r"a batch contains a object, .*: pass shared_order=True, or let"),
-    ],
+@cases(
+    "batch, error, words",
+    ((torch.rand(4, 6), torch.rand(6)), ValueError, "a part of the batch has 4 rows, and 3 members have 6"),
+    ({"x": np.zeros((1, 6))}, ValueError, "a part of the batch has 1 rows"),
+    ([torch.rand(6), object()], TypeError, r"a batch contains a object, .*: pass shared_order=True, or let"),
 )
 def test_parts_of_which_nobody_knows_whose_they_are(batch, error, words):
     with pytest.raises(error, match=words):

@@ -172,8 +172,6 @@ def test_a_checkpoint_of_members_that_ran_at_once_is_refused(tmp_path):
 
 
 class Spikes(LitMLP):
-    """Has a loss that is not finite in one batch."""
-
     def training_step(self, batch, batch_idx):
         result = super().training_step(batch, batch_idx)
         return {**result, "loss": result["loss"] * (math.nan if batch_idx == 3 else 1)}
@@ -221,8 +219,6 @@ def test_auto_resume_goes_on_in_the_middle_of_an_epoch(before, after, workers, t
 
 
 class Stream(IterableDataset):
-    """Rows one after another."""
-
     def __iter__(self):
         return iter(digits()[0])
 
@@ -255,8 +251,6 @@ def test_what_would_mix_ranks_is_refused(words):
 
 
 class Shared(MLP):
-    """A member whose first layer is that of all."""
-
     first_of_all = nn.Linear(64, 32)
 
     def __init__(self):
@@ -275,8 +269,6 @@ def test_fp16_refuses_a_rank_that_has_frozen_members_alone():
 
 
 class Vector(LitMLP):
-    """Logs what is no number."""
-
     def training_step(self, batch, batch_idx):
         self.log("vector", torch.ones(2))
         return super().training_step(batch, batch_idx)

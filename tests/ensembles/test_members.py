@@ -12,6 +12,7 @@ from torch import nn
 from lightning_tricks.ensembles.core.members import SequentialMembers
 from lightning_tricks.ensembles.core.stacked_members import StackedMembers, as_members, as_sequential
 from tests.ensembles.nets import CNN, MLP, LitMLP, Recurrent, seeded
+from tests.small import cases
 
 
 class Branched(nn.Module):
@@ -188,9 +189,11 @@ def test_members_that_compute_with_other_values_are_not_taken_for_one_another(na
     assert stack.reason == f"member 1 has another structure than member 0 ({named})"
 
 
-@pytest.mark.parametrize(
+@cases(
     "make",
-    [lambda: torch.relu, lambda: lambda x: x.relu(), lambda: partial(nn.functional.leaky_relu, negative_slope=0.2)],
+    lambda: torch.relu,
+    lambda: lambda x: x.relu(),
+    lambda: partial(nn.functional.leaky_relu, negative_slope=0.2),
 )
 def test_members_that_compute_with_equal_values_run_at_once(make):
     members = [_Acts(make(), 1.0, 2.0) for _ in range(3)]
@@ -208,21 +211,19 @@ def test_members_that_share_a_layer_go_on_sharing_it():
     assert stack.member(0)[0] is stack.member(1)[0]
 
 
-@pytest.mark.parametrize(
-    ("members", "reason"),
-    [
-        (seeded(Recurrent, 4), "LSTM has no stacked form (lstm)"),
-        ([MLP(), MLP(hidden=16)], "member 1 has another structure than member 0"),
-        ([MLP(), CNN()], "member 1 has another structure than member 0"),
-        ([MLP(), nn.DataParallel(MLP())], "member 1 has another structure than member 0"),
-        ([nn.Sequential(MLP(), nn.Dropout(p)) for p in (0.1, 0.2)], "member 1 has another structure than member 0"),
-        (seeded(_tied, 4), "layers share a parameter"),
-        (seeded(_hooked, 4), "Linear has hooks (first)"),
-        (seeded(_Bare, 4), "_Bare has no stacked form"),
-        ([nn.utils.parametrizations.weight_norm(nn.Linear(64, 10)) for _ in range(2)], "ParametrizedLinear has no"),
-        ([nn.LazyLinear(10) for _ in range(2)], "LazyLinear has hooks"),
-        ([nn.Flatten(), nn.Flatten()], "the members have no parameters"),
-    ],
+@cases(
+    "members, reason",
+    (seeded(Recurrent, 4), "LSTM has no stacked form (lstm)"),
+    ([MLP(), MLP(hidden=16)], "member 1 has another structure than member 0"),
+    ([MLP(), CNN()], "member 1 has another structure than member 0"),
+    ([MLP(), nn.DataParallel(MLP())], "member 1 has another structure than member 0"),
+    ([nn.Sequential(MLP(), nn.Dropout(p)) for p in (0.1, 0.2)], "member 1 has another structure than member 0"),
+    (seeded(_tied, 4), "layers share a parameter"),
+    (seeded(_hooked, 4), "Linear has hooks (first)"),
+    (seeded(_Bare, 4), "_Bare has no stacked form"),
+    ([nn.utils.parametrizations.weight_norm(nn.Linear(64, 10)) for _ in range(2)], "ParametrizedLinear has no"),
+    ([nn.LazyLinear(10) for _ in range(2)], "LazyLinear has hooks"),
+    ([nn.Flatten(), nn.Flatten()], "the members have no parameters"),
 )
 @pytest.mark.trap("ensembles: vmap fails for LSTM, .item(), parametrizations, differing shapes")
 def test_what_cannot_be_stacked_is_a_loop_with_the_reason(members, reason):
@@ -264,12 +265,10 @@ def test_inputs_that_are_not_finite_do_not_look_like_mixed_rows():
     assert not stack.reason
 
 
-@pytest.mark.parametrize(
-    ("members", "error", "words"),
-    [
-        ([nn.Linear(64, 3), nn.Linear(64, 4)], ValueError, r"outputs of one shape, got \(6, 3\), \(6, 4\)"),
-        ([nn.LSTM(64, 3), nn.LSTM(64, 3)], TypeError, "members must return a tensor, got tuple"),
-    ],
+@cases(
+    "members, error, words",
+    ([nn.Linear(64, 3), nn.Linear(64, 4)], ValueError, r"outputs of one shape, got \(6, 3\), \(6, 4\)"),
+    ([nn.LSTM(64, 3), nn.LSTM(64, 3)], TypeError, "members must return a tensor, got tuple"),
 )
 def test_outputs_that_cannot_be_combined(members, error, words):
     with pytest.raises(error, match=words):

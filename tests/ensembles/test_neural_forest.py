@@ -14,7 +14,7 @@ from torchensemble._base import BaseTree
 from lightning_tricks.ensembles import NeuralForestClassifier
 from lightning_tricks.ensembles.neural_forest import SoftDecisionTree, balance_penalty
 from tests.ensembles.nets import digits, fit, some, values
-from tests.small import QUIET
+from tests.small import QUIET, cases
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 
@@ -131,12 +131,10 @@ class _Stream(IterableDataset):
         raise AssertionError("it is read for its size")
 
 
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [
-        (lambda: some(), "needs n_outputs, the number of classes: TensorDataset has no attribute classes"),
-        (lambda: DataLoader(_Stream(), 16), "cannot see the size of a sample without reading the data: give n_inputs"),
-    ],
+@cases(
+    "data, words",
+    (lambda: some(), "needs n_outputs, the number of classes: TensorDataset has no attribute classes"),
+    (lambda: DataLoader(_Stream(), 16), "cannot see the size of a sample without reading the data: give n_inputs"),
 )
 def test_sizes_that_the_data_does_not_tell(data, words):
     with pytest.raises(Exception, match=words):
@@ -161,14 +159,12 @@ def test_seeing_the_first_sample_draws_no_random_numbers():
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ({"depth": 0}, ValueError, "depth must be a whole number >= 1, got 0"),
-        ({"lamda": -1}, ValueError, "lamda must be .*>= 0.*got -1"),
-        ({"n_inputs": 0}, ValueError, "n_inputs must be a whole number >= 1, got 0"),
-        ({"n_outputs": 2.0}, TypeError, "n_outputs must be a whole number >= 1, got 2.0"),
-    ],
+@cases(
+    "arguments, error, words",
+    ({"depth": 0}, ValueError, "depth must be a whole number >= 1, got 0"),
+    ({"lamda": -1}, ValueError, "lamda must be .*>= 0.*got -1"),
+    ({"n_inputs": 0}, ValueError, "n_inputs must be a whole number >= 1, got 0"),
+    ({"n_outputs": 2.0}, TypeError, "n_outputs must be a whole number >= 1, got 2.0"),
 )
 def test_arguments(arguments, error, words):
     with pytest.raises(error, match=words):

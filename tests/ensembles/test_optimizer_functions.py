@@ -16,6 +16,7 @@ from lightning_tricks.ensembles.core.members import SequentialMembers
 from lightning_tricks.gradient_clipping import AGC, ClipValue
 from lightning_tricks.lr_schedules import build_optimizer
 from tests.ensembles.nets import CNN, MLP, digits, few, fit, trained_alone
+from tests.small import cases
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 
@@ -86,9 +87,10 @@ def trained(ensemble, **arguments):
 
 
 @pytest.mark.parametrize("vectorize", [True, False])
-@pytest.mark.parametrize(
-    ("function", "schedule"),
-    [*((one, "constant") for one in FUNCTIONS), (by_layer, "by group")],
+@cases(
+    "function, schedule",
+    *((one, "constant") for one in FUNCTIONS),
+    (by_layer, "by group"),
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_a_function_sees_one_member(function, schedule, vectorize):
@@ -141,12 +143,10 @@ def test_an_optimizer_of_all_members():
     assert len(group["params"]) == 8
 
 
-@pytest.mark.parametrize(
-    ("function", "error", "words"),
-    [
-        (lambda own: ([optim.SGD(own)], []), TypeError, r"optimizer must be a function that returns a torch.optim"),
-        (lambda own: optim.SGD(MLP().parameters()), ValueError, "has 4 parameters besides the 4 of the member. Use"),
-    ],
+@cases(
+    "function, error, words",
+    (lambda own: ([optim.SGD(own)], []), TypeError, r"optimizer must be a function that returns a torch.optim"),
+    (lambda own: optim.SGD(MLP().parameters()), ValueError, "has 4 parameters besides the 4 of the member. Use"),
     ids=["a tuple", "other parameters"],
 )
 def test_functions_that_make_something_else(function, error, words):

@@ -17,11 +17,10 @@ from torch.utils.data import (
 
 from lightning_tricks.ensembles.core.sampling import MemberLoader, member_orders, tensors_in_memory, why_not_reorder
 from lightning_tricks.ensembles.training_data import batch_of_member
+from tests.small import cases
 
 
 class Squares(Dataset):
-    """Numbers and their squares, one by one."""
-
     def __init__(self, size=23):
         self.size = size
 
@@ -33,8 +32,6 @@ class Squares(Dataset):
 
 
 class Stream(IterableDataset):
-    """Numbers without a length."""
-
     def __iter__(self):
         return iter(torch.arange(5.0))
 
@@ -49,7 +46,6 @@ def _loader(loader, n=3, seed=0, shard=(0, 1)):
 
 
 def _samples_of_members(loader, n=3, epoch=0):
-    """The samples of each member in its order."""
     loader.sampler.set_epoch(epoch)
     parts = [[] for _ in range(n)]
     for x, y in loader:
@@ -111,17 +107,15 @@ class _Own(DataLoader):
         return iter(())
 
 
-@pytest.mark.parametrize(
-    ("loader", "reason"),
-    [
-        ([1, 2], "a list is not a DataLoader"),
-        (DataLoader(Stream(), 2), "Stream is an IterableDataset, which has only one order"),
-        (DataLoader(Squares(), batch_size=None), "Squares makes the batches itself"),
-        (DataLoader(Squares(), batch_sampler=[[1, 2], [3]]), "list makes the batches itself"),
-        (_Own(Squares()), "_Own has its own __iter__"),
-        (DataLoader(Squares(), batch_sampler=BatchSampler(SequentialSampler(Squares()), 2, False)), ""),
-        (DataLoader(Squares()), ""),
-    ],
+@cases(
+    "loader, reason",
+    ([1, 2], "a list is not a DataLoader"),
+    (DataLoader(Stream(), 2), "Stream is an IterableDataset, which has only one order"),
+    (DataLoader(Squares(), batch_size=None), "Squares makes the batches itself"),
+    (DataLoader(Squares(), batch_sampler=[[1, 2], [3]]), "list makes the batches itself"),
+    (_Own(Squares()), "_Own has its own __iter__"),
+    (DataLoader(Squares(), batch_sampler=BatchSampler(SequentialSampler(Squares()), 2, False)), ""),
+    (DataLoader(Squares()), ""),
 )
 def test_loaders_whose_batches_members_have_to_share(loader, reason):
     assert why_not_reorder(loader) == reason

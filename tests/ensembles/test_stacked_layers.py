@@ -8,6 +8,7 @@ from torch import nn
 
 from lightning_tricks.ensembles.core.stacked_layers import stacked_type
 from tests.ensembles.nets import seeded
+from tests.small import cases
 
 _N, _ROWS = 3, 5
 _CASES = {
@@ -71,16 +72,14 @@ def test_a_stacked_layer_is_its_layers(name, training):
             torch.testing.assert_close(getattr(stacked, buffer_name)[index], buffer)
 
 
-@pytest.mark.parametrize(
-    ("layer", "reason"),
-    [
-        (nn.LSTM(2, 2), "LSTM has no stacked form"),
-        (nn.Conv2d(1, 1, 3, padding_mode="circular"), "Conv2d: its padding_mode is 'circular'"),
-        (nn.BatchNorm1d(2, momentum=None), "BatchNorm1d: its momentum is None, a cumulative average"),
-        (nn.Embedding(3, 2, padding_idx=0), "Embedding: it has padding_idx"),
-        (nn.Embedding(3, 2, max_norm=1.0, sparse=True), "Embedding: it has max_norm, it has sparse"),
-        (type("Own", (nn.Linear,), {})(2, 2), "Own has no stacked form"),
-    ],
+@cases(
+    "layer, reason",
+    (nn.LSTM(2, 2), "LSTM has no stacked form"),
+    (nn.Conv2d(1, 1, 3, padding_mode="circular"), "Conv2d: its padding_mode is 'circular'"),
+    (nn.BatchNorm1d(2, momentum=None), "BatchNorm1d: its momentum is None, a cumulative average"),
+    (nn.Embedding(3, 2, padding_idx=0), "Embedding: it has padding_idx"),
+    (nn.Embedding(3, 2, max_norm=1.0, sparse=True), "Embedding: it has max_norm, it has sparse"),
+    (type("Own", (nn.Linear,), {})(2, 2), "Own has no stacked form"),
 )
 def test_what_has_no_stacked_form_says_why(layer, reason):
     assert stacked_type(layer) == reason

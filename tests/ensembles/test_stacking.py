@@ -24,7 +24,7 @@ from lightning_tricks.ensembles import StackingClassifier, StackingRegressor
 from lightning_tricks.ensembles.core.folds import make_folds
 from lightning_tricks.ensembles.meta_learner import REGRESSORS, LinearFinal, check_linear_model, fit_linear_model
 from tests.ensembles.nets import CNN, LBFGS, MLP, LitMLP, Stops, accuracy, digits, few, fit, same, trained_alone, values
-from tests.small import QUIET, real_fp16
+from tests.small import QUIET, cases, real_fp16
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:You defined a `validation_step` but have no `val_dataloader`",
@@ -94,14 +94,12 @@ def _fit_whole(ensemble, x, y, **arguments):
 @pytest.mark.trap("ensembles: in binary problems the first probability column is dropped")
 @pytest.mark.trap("ensembles: `passthrough=True` appends X after the predictions")
 @pytest.mark.parametrize("passthrough", [False, True])
-@pytest.mark.parametrize(
-    ("load", "columns", "method"),
-    [
-        (load_breast_cancer, [1, 4, 8, 9], "auto"),
-        (load_breast_cancer, [1, 4, 8, 9], "decision_function"),
-        (load_wine, [1, 2, 4, 7], "auto"),
-        (load_wine, [1, 2, 4, 7], "predict"),
-    ],
+@cases(
+    "load, columns, method",
+    (load_breast_cancer, [1, 4, 8, 9], "auto"),
+    (load_breast_cancer, [1, 4, 8, 9], "decision_function"),
+    (load_wine, [1, 2, 4, 7], "auto"),
+    (load_wine, [1, 2, 4, 7], "predict"),
 )
 def test_a_classifier_is_that_of_scikit_learn(load, columns, method, passthrough):
     x, y = _standard(load, columns)
@@ -124,14 +122,12 @@ def test_a_classifier_is_that_of_scikit_learn(load, columns, method, passthrough
     assert list(ours.named_estimators_) == [str(part) for part in PARTS]
 
 
-@pytest.mark.parametrize(
-    ("final", "passthrough"),
-    [
-        (None, False),
-        (None, True),
-        (linear_model.Ridge(3.0), True),
-        (linear_model.LinearRegression(), False),  # with the inputs, which are collinear, it has no unique solution
-    ],
+@cases(
+    "final, passthrough",
+    (None, False),
+    (None, True),
+    (linear_model.Ridge(3.0), True),
+    (linear_model.LinearRegression(), False),  # with the inputs, which are collinear, it has no unique solution
 )
 def test_a_regressor_is_that_of_scikit_learn(final, passthrough):
     x, y = _standard(load_diabetes, [2, 3, 4, 8])
@@ -410,8 +406,6 @@ class PerRank(MLP):
 
 
 class Save(Callback):
-    """Writes what each rank has at the end."""
-
     def __init__(self, folder):
         self.folder = folder
 
@@ -445,9 +439,7 @@ def test_two_ranks_agree(tmp_path, net, final):
 # --- checkpoints
 
 
-@pytest.mark.parametrize(
-    ("final", "schedule", "after_validation"), [(None, None, True), ("torch", ScheduleSpec("warmup_cosine"), False)]
-)
+@cases("final, schedule, after_validation", (None, None, True), ("torch", ScheduleSpec("warmup_cosine"), False))
 def test_a_run_is_resumed_at_the_end_of_each_epoch(tmp_path, final, schedule, after_validation):
     """Also if the members of the second process have other initial weights."""
 
@@ -549,24 +541,22 @@ CHOSEN = DataLoader(_labels(12), sampler=WeightedRandomSampler([1.0] * 12, 12))
 REAL, ONE_CLASS = (DataLoader(TensorDataset(torch.zeros(9, 64), y)) for y in (torch.zeros(9), torch.zeros(9).long()))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "loader", "trainer", "words"),
-    [
-        ({}, DataLoader(Stream()), {}, "Stream is an IterableDataset, which has only one order"),
-        ({}, CHOSEN, {}, "a WeightedRandomSampler chooses rows: give a Subset"),
-        ({}, {"a": TWELVE}, {}, "a dict is not a DataLoader"),
-        ({"cv": 13}, TWELVE, {}, "the 12 rows of the data do not fit cv=13, give fewer folds"),
-        ({"cv": 2}, RARE, {}, "fold 0 trains on have no sample of class 3, of which the data"),
-        ({"cv": _fold_lists(range(6), range(5, 12))}, TWELVE, {}, "1 rows are in more than one test part"),
-        ({"cv": _fold_lists(range(6), range(7, 12))}, TWELVE, {}, "1 rows are in no test part, such as r"),
-        ({"cv": _fold_lists(range(6), range(6, 13))}, TWELVE, {}, "row index 12, the data have 12 rows"),
-        ({}, REAL, {}, "targets must be class indices .*float32"),
-        ({}, ONE_CLASS, {}, "the targets have one class, 0"),
-        ({}, DataLoader(_labels(12), 16, drop_last=True), {}, "fold 0 trains on 8 rows, which drop_last=True leaves"),
-        ({}, TWELVE, {"overfit_batches": 1}, "overfit_batches=1.* repeats the same batches"),
-        ({}, TWELVE, {"reload_dataloaders_every_n_epochs": 1}, "reload_dataloaders_every_n_epochs=1 may"),
-        ({}, TWELVE, {"max_epochs": -1, "max_steps": 9}, "max_epochs=-1 is not the length of a fold"),
-    ],
+@cases(
+    "arguments, loader, trainer, words",
+    ({}, DataLoader(Stream()), {}, "Stream is an IterableDataset, which has only one order"),
+    ({}, CHOSEN, {}, "a WeightedRandomSampler chooses rows: give a Subset"),
+    ({}, {"a": TWELVE}, {}, "a dict is not a DataLoader"),
+    ({"cv": 13}, TWELVE, {}, "the 12 rows of the data do not fit cv=13, give fewer folds"),
+    ({"cv": 2}, RARE, {}, "fold 0 trains on have no sample of class 3, of which the data"),
+    ({"cv": _fold_lists(range(6), range(5, 12))}, TWELVE, {}, "1 rows are in more than one test part"),
+    ({"cv": _fold_lists(range(6), range(7, 12))}, TWELVE, {}, "1 rows are in no test part, such as r"),
+    ({"cv": _fold_lists(range(6), range(6, 13))}, TWELVE, {}, "row index 12, the data have 12 rows"),
+    ({}, REAL, {}, "targets must be class indices .*float32"),
+    ({}, ONE_CLASS, {}, "the targets have one class, 0"),
+    ({}, DataLoader(_labels(12), 16, drop_last=True), {}, "fold 0 trains on 8 rows, which drop_last=True leaves"),
+    ({}, TWELVE, {"overfit_batches": 1}, "overfit_batches=1.* repeats the same batches"),
+    ({}, TWELVE, {"reload_dataloaders_every_n_epochs": 1}, "reload_dataloaders_every_n_epochs=1 may"),
+    ({}, TWELVE, {"max_epochs": -1, "max_steps": 9}, "max_epochs=-1 is not the length of a fold"),
 )
 def test_a_refused_fit_leaves_nothing_behind(arguments, loader, trainer, words):
     ensemble = StackingClassifier(MLP, n_estimators=2, **{"cv": 3, **arguments})
@@ -580,29 +570,27 @@ def test_a_refused_fit_leaves_nothing_behind(arguments, loader, trainer, words):
     fit(ensemble.__class__(MLP, n_estimators=2, cv=2), even(40), max_epochs=1)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ({"estimators": None}, ValueError, "estimators must be given, as they are not saved"),
-        ({"estimators": [MLP(), 3]}, TypeError, r"estimators\[1\] must be a torch.nn.Module or a path, got 3"),
-        ({"estimators": [("a", MLP()), ("a", MLP())]}, ValueError, "two members are called 'a'"),
-        ({"estimators": [("a", MLP()), MLP()]}, TypeError, r"estimators\[1\] must be a pair \(name, module\)"),
-        ({"estimators": nn.LazyLinear, "estimator_args": {"out_features": 2}}, ValueError, r"estimators\[0\] has lazy"),
-        ({"final_estimator": 3}, TypeError, "final_estimator must be a torch.nn.Module, .*got 3"),
-        ({"final_estimator": linear_model.Ridge()}, ValueError, "final_estimator must be .*LogisticRegression.*got"),
-        ({"final_estimator": linear_model.LogisticRegression(solver="liblinear")}, ValueError, "give solver='lbfgs'"),
-        ({"final_estimator": nn.LazyLinear(2)}, ValueError, "final_estimator has lazy layers"),
-        ({"cv": 1}, ValueError, "cv must be a whole number >= 2, got 1"),
-        ({"cv": "prefitted"}, TypeError, "cv must be a number of folds, .*got 'prefitted'"),
-        ({"cv": 2.5}, TypeError, "cv must be .*got 2.5"),
-        ({"cv": [([0], [1])]}, ValueError, "cv must hold at least 2 folds, got 1"),
-        ({"cv": [([0, 1], [1]), ([0], [1])]}, ValueError, r"cv\[0\]: row 1 is in train and in test"),
-        ({"cv": [([0], [1.5]), ([1], [0])]}, ValueError, r"cv\[0\]\[1\] must hold row indices, whole numbers"),
-        ({"cv": [([0], [-1]), ([1], [0])]}, ValueError, r"cv\[0\]\[1\] must hold row indices >= 0, got -1"),
-        ({"cv": [[0, 1, 2], [3]]}, TypeError, r"cv\[0\] must be a pair of row indices"),
-        ({"stack_method": "proba"}, ValueError, "stack_method must be one of auto, predict_proba, .*got 'proba'"),
-        ({"epochs_per_fold": 0}, ValueError, "epochs_per_fold must be a whole number >= 1, got 0"),
-    ],
+@cases(
+    "arguments, error, words",
+    ({"estimators": None}, ValueError, "estimators must be given, as they are not saved"),
+    ({"estimators": [MLP(), 3]}, TypeError, r"estimators\[1\] must be a torch.nn.Module or a path, got 3"),
+    ({"estimators": [("a", MLP()), ("a", MLP())]}, ValueError, "two members are called 'a'"),
+    ({"estimators": [("a", MLP()), MLP()]}, TypeError, r"estimators\[1\] must be a pair \(name, module\)"),
+    ({"estimators": nn.LazyLinear, "estimator_args": {"out_features": 2}}, ValueError, r"estimators\[0\] has lazy"),
+    ({"final_estimator": 3}, TypeError, "final_estimator must be a torch.nn.Module, .*got 3"),
+    ({"final_estimator": linear_model.Ridge()}, ValueError, "final_estimator must be .*LogisticRegression.*got"),
+    ({"final_estimator": linear_model.LogisticRegression(solver="liblinear")}, ValueError, "give solver='lbfgs'"),
+    ({"final_estimator": nn.LazyLinear(2)}, ValueError, "final_estimator has lazy layers"),
+    ({"cv": 1}, ValueError, "cv must be a whole number >= 2, got 1"),
+    ({"cv": "prefitted"}, TypeError, "cv must be a number of folds, .*got 'prefitted'"),
+    ({"cv": 2.5}, TypeError, "cv must be .*got 2.5"),
+    ({"cv": [([0], [1])]}, ValueError, "cv must hold at least 2 folds, got 1"),
+    ({"cv": [([0, 1], [1]), ([0], [1])]}, ValueError, r"cv\[0\]: row 1 is in train and in test"),
+    ({"cv": [([0], [1.5]), ([1], [0])]}, ValueError, r"cv\[0\]\[1\] must hold row indices, whole numbers"),
+    ({"cv": [([0], [-1]), ([1], [0])]}, ValueError, r"cv\[0\]\[1\] must hold row indices >= 0, got -1"),
+    ({"cv": [[0, 1, 2], [3]]}, TypeError, r"cv\[0\] must be a pair of row indices"),
+    ({"stack_method": "proba"}, ValueError, "stack_method must be one of auto, predict_proba, .*got 'proba'"),
+    ({"epochs_per_fold": 0}, ValueError, "epochs_per_fold must be a whole number >= 1, got 0"),
 )
 def test_arguments(arguments, error, words):
     with pytest.raises(error, match=words):
@@ -614,13 +602,11 @@ class _Wrong(nn.Linear):
         return super().forward(x), 1
 
 
-@pytest.mark.parametrize(
-    ("final", "words"),
-    [
-        (nn.Linear(19, 10), "Linear as final_estimator must take 20 features for each sample, and fails: .*mat1 and"),
-        (nn.Linear(20, 9), r"must return outputs as the members do, \(2, 10\) for 2 samples, got \(2, 9\)"),
-        (_Wrong(20, 10), "for 2 samples, got tuple"),
-    ],
+@cases(
+    "final, words",
+    (nn.Linear(19, 10), "Linear as final_estimator must take 20 features for each sample, and fails: .*mat1 and"),
+    (nn.Linear(20, 9), r"must return outputs as the members do, \(2, 10\) for 2 samples, got \(2, 9\)"),
+    (_Wrong(20, 10), "for 2 samples, got tuple"),
 )
 def test_a_final_estimator_that_does_not_fit_is_refused_before_training(final, words):
     ensemble = StackingClassifier(MLP, final, 2, n_estimators=2)

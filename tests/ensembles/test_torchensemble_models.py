@@ -41,7 +41,6 @@ def _arguments(name):
 
 
 def _members(name):
-    """The arguments for two members."""
     if name.startswith("NeuralForest"):
         return {"n_estimators": 2, "depth": 3}
     return {"estimator": MLP, "n_estimators": 2, "estimator_args": _arguments(name)}
@@ -64,7 +63,6 @@ def _theirs(name, folder=None, **arguments):
 
 
 def _ours(name, **options):
-    """A fitted ensemble of the collection."""
     if name.startswith("FastGeometric"):
         options["cycle"] = 1
     if name == "NeuralForestClassifier":

@@ -41,7 +41,7 @@ from tests.ensembles.nets import (
     trained_alone,
     values,
 )
-from tests.small import QUIET, real_fp16
+from tests.small import QUIET, cases, real_fp16
 
 # not every fit here needs a validation
 pytestmark = [
@@ -250,18 +250,16 @@ def test_plateaus_lower_the_learning_rate(vectorize):
     assert trainer.lr_scheduler_configs[0].monitor == "val/loss"
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "scheduler"),
-    [
-        (OptimizerSpec("AdamW", lr=1e-2, groups={"last.*": {"lr": 1e-3}}), ScheduleSpec("warmup_cosine")),
-        ({"name": "SGD", "lr": 1e-2}, {"kind": "constant"}),
-        (
-            lambda parameters: torch.optim.RMSprop(parameters),
-            lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1),
-        ),
-        ("NAdam", ("ExponentialLR", {"gamma": 0.5})),
-        (("SGD", {"lr": 0.1, "weight_decay": 0.1}), ("StepLR", {"step_size": 1})),
-    ],
+@cases(
+    "optimizer, scheduler",
+    (OptimizerSpec("AdamW", lr=1e-2, groups={"last.*": {"lr": 1e-3}}), ScheduleSpec("warmup_cosine")),
+    ({"name": "SGD", "lr": 1e-2}, {"kind": "constant"}),
+    (
+        lambda parameters: torch.optim.RMSprop(parameters),
+        lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1),
+    ),
+    ("NAdam", ("ExponentialLR", {"gamma": 0.5})),
+    (("SGD", {"lr": 0.1, "weight_decay": 0.1}), ("StepLR", {"step_size": 1})),
     ids=["spec", "dict", "functions", "names", "names with options"],
 )
 def test_ways_to_choose_optimizer_and_schedule(optimizer, scheduler):
@@ -425,13 +423,11 @@ def test_the_learning_rate_of_cycles_can_be_kept_within_limits():
     assert rates == sorted(rates, reverse=True)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"max_epochs": 4}, r"3 cycles of equal length, and max_epochs=4 \(16 steps\) is not a multiple of 3"),
-        ({"max_epochs": -1, "max_steps": 7}, r"7 steps is not a multiple of 3: set max_steps to a multiple of"),
-        ({"max_epochs": -1}, "the run has no end"),
-    ],
+@cases(
+    "arguments, words",
+    ({"max_epochs": 4}, r"3 cycles of equal length, and max_epochs=4 \(16 steps\) is not a multiple of 3"),
+    ({"max_epochs": -1, "max_steps": 7}, r"7 steps is not a multiple of 3: set max_steps to a multiple of"),
+    ({"max_epochs": -1}, "the run has no end"),
 )
 def test_cycles_that_do_not_divide_the_run(arguments, words):
     with pytest.raises(Exception, match=words):

@@ -24,8 +24,6 @@ class PartlyFrozen(Net):
 
 
 class SavesFirstEpoch(Callback):
-    """Saves the first epoch, on all ranks."""
-
     def __init__(self, path):
         self.path = path
 

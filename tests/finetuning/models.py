@@ -106,7 +106,6 @@ def output(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def called(model: nn.Module, names, run) -> list[str]:
-    """Which of the named modules a function calls."""
     with watching_coverage(model, names) as coverage:
         run()
     return coverage.called

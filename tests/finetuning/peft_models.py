@@ -25,8 +25,6 @@ class Attentions(nn.Module):
 
 
 class Convolutions(nn.Module):
-    """Convolutions of all kinds."""
-
     def __init__(self):
         super().__init__()
         self.stem = nn.Conv2d(3, 8, 3)

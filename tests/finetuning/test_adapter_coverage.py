@@ -1,7 +1,6 @@
 """Which modules a batch calls, and the check of it in the first batches of a run."""
 
 import dataclasses
-import warnings
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch import nn
 from lightning_tricks.finetuning.adaptation import CoverageCheckingCallback
 from lightning_tricks.finetuning.core.adapter_coverage import watching_coverage
 from tests.contract.lab import traces
-from tests.small import QUIET, EvaluatedNet, loader
+from tests.small import QUIET, EvaluatedNet, loader, recorded_warnings
 
 
 class _Functional(nn.Linear):
@@ -109,8 +108,7 @@ def test_what_a_batch_does_not_use_is_a_warning():
     module = EvaluatedNet()
     module.unused = nn.Sequential(nn.Linear(2, 2))
     trainer = Trainer(callbacks=[_Watched("net.0", "unused.0")], max_epochs=1, limit_train_batches=2, **QUIET)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded_warnings() as caught:
         trainer.fit(module, loader(), loader())
     words = [str(warning.message) for warning in caught if "_Watched" in str(warning.message)]
     assert len(words) == 3

@@ -17,7 +17,7 @@ from lightning_tricks import load_weights
 from lightning_tricks.finetuning import LoRA, LoRASettings, add_lora, load_adapter, merge, save_adapter
 from tests.finetuning.models import swin
 from tests.finetuning.peft_models import perturb
-from tests.small import fork
+from tests.small import cases, fork, recorded_warnings, without_warnings
 
 peft = pytest.importorskip("peft")
 
@@ -36,8 +36,6 @@ class Attention(nn.Module):
 
 
 class Tied(nn.Module):
-    """Two layers with one weight."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, 8)
@@ -251,29 +249,27 @@ def change_config(folder, **values):
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"peft_type": "IA3"}, "load the adapters of other methods with peft"),
-        ({"use_dora": True}, "use_dora=True"),
-        ({"bias": "all"}, "bias='all'"),
-        ({"bias": "lora_only"}, "bias='lora_only'"),
-        ({"lora_bias": True}, "lora_bias=True"),
-        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
-        ({"of_a_later_version": 1}, "of_a_later_version=1"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' has changed the weights of the base"),
-        ({"init_lora_weights": "olora"}, "init_lora_weights='olora' has changed the weights of the base"),
-        ({"r": "8"}, "r must be a whole number"),
-        ({"r": 0}, "r must be a whole number"),
-        ({"lora_alpha": None}, "lora_alpha must be a number"),
-        ({"lora_alpha": float("nan")}, "lora_alpha must be a number"),
-        ({"lora_dropout": 1}, "lora_dropout"),
-        ({"alpha_pattern": {"(a+)+": 1}}, "repeats a group"),
-        ({"alpha_pattern": {"[": 1}}, "not a regular expression"),
-        ({"alpha_pattern": [1]}, "alpha_pattern must be a mapping"),
-        ({"modules_to_save": "2"}, "modules_to_save must be a list"),
-        ({"peft_version": "x"}, "peft_version must be a version"),
-    ],
+@cases(
+    "values, message",
+    ({"peft_type": "IA3"}, "load the adapters of other methods with peft"),
+    ({"use_dora": True}, "use_dora=True"),
+    ({"bias": "all"}, "bias='all'"),
+    ({"bias": "lora_only"}, "bias='lora_only'"),
+    ({"lora_bias": True}, "lora_bias=True"),
+    ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+    ({"of_a_later_version": 1}, "of_a_later_version=1"),
+    ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' has changed the weights of the base"),
+    ({"init_lora_weights": "olora"}, "init_lora_weights='olora' has changed the weights of the base"),
+    ({"r": "8"}, "r must be a whole number"),
+    ({"r": 0}, "r must be a whole number"),
+    ({"lora_alpha": None}, "lora_alpha must be a number"),
+    ({"lora_alpha": float("nan")}, "lora_alpha must be a number"),
+    ({"lora_dropout": 1}, "lora_dropout"),
+    ({"alpha_pattern": {"(a+)+": 1}}, "repeats a group"),
+    ({"alpha_pattern": {"[": 1}}, "not a regular expression"),
+    ({"alpha_pattern": [1]}, "alpha_pattern must be a mapping"),
+    ({"modules_to_save": "2"}, "modules_to_save must be a list"),
+    ({"peft_version": "x"}, "peft_version must be a version"),
 )
 def test_config_is_checked(folder, values, message):
     change_config(folder, **values)
@@ -281,9 +277,7 @@ def test_config_is_checked(folder, values, message):
         load_adapter(seeded(linear), folder)
 
 
-@pytest.mark.parametrize(
-    "values", [{"lora_dropout": 0.1}, {"init_lora_weights": "gaussian"}, {"init_lora_weights": "orthogonal"}], ids=str
-)
+@cases("values", {"lora_dropout": 0.1}, {"init_lora_weights": "gaussian"}, {"init_lora_weights": "orthogonal"}, ids=str)
 def test_settings_that_matter_in_training_alone(folder, values):
     load_adapter(plain := seeded(linear), folder)
     change_config(folder, **values)
@@ -316,17 +310,15 @@ def test_files_are_checked(folder, tmp_path_factory):
         load_adapter(seeded(linear), folder)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 4)), r"shapes differ: 2.weight is \(4, 8\)"),
-        (
-            lambda: nn.Sequential(nn.ReLU(), nn.ReLU(), nn.Linear(8, 4)),
-            r"1 of 1 layers have no such matrix .* in Sequential: 0 \(ReLU\)\. If they are quantized",
-        ),
-        (lambda: nn.ModuleDict({"model": linear()}), "Pass model of the model"),
-        (lambda: nn.Sequential(nn.Linear(6, 8)), "2 tensors are not in the model: 2.bias, 2.weight"),
-    ],
+@cases(
+    "make, message",
+    (lambda: nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 4)), r"shapes differ: 2.weight is \(4, 8\)"),
+    (
+        lambda: nn.Sequential(nn.ReLU(), nn.ReLU(), nn.Linear(8, 4)),
+        r"1 of 1 layers have no such matrix .* in Sequential: 0 \(ReLU\)\. If they are quantized",
+    ),
+    (lambda: nn.ModuleDict({"model": linear()}), "Pass model of the model"),
+    (lambda: nn.Sequential(nn.Linear(6, 8)), "2 tensors are not in the model: 2.bias, 2.weight"),
 )
 def test_another_base(folder, make, message):
     model = seeded(make)
@@ -346,23 +338,15 @@ def edit(folder, change):
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda tensors: tensors.pop("base_model.model.0.lora_A.weight"),
-            "one of the matrices A and B is missing: 0.w",
-        ),
-        (
-            lambda tensors: tensors.pop("base_model.model.2.bias"),
-            "1 tensors of modules_to_save='2' are missing: 2.bias",
-        ),
-        (lambda tensors: tensors.update(x=torch.ones(1)), "'x' does not begin with"),
-        (
-            lambda tensors: tensors.update({"base_model.model.0.lora_B.weight": torch.ones(3)}),
-            r"1 shapes differ: 0.weight is \(8, 6\) in the model, and its change is \(1, 3\) @ \(2, 6\)",
-        ),
-    ],
+@cases(
+    "change, message",
+    (lambda tensors: tensors.pop("base_model.model.0.lora_A.weight"), "one of the matrices A and B is missing: 0.w"),
+    (lambda tensors: tensors.pop("base_model.model.2.bias"), "1 tensors of modules_to_save='2' are missing: 2.bias"),
+    (lambda tensors: tensors.update(x=torch.ones(1)), "'x' does not begin with"),
+    (
+        lambda tensors: tensors.update({"base_model.model.0.lora_B.weight": torch.ones(3)}),
+        r"1 shapes differ: 0.weight is \(8, 6\) in the model, and its change is \(1, 3\) @ \(2, 6\)",
+    ),
 )
 def test_incomplete_files(folder, change, message):
     edit(folder, change)
@@ -370,14 +354,12 @@ def test_incomplete_files(folder, change, message):
         load_adapter(seeded(linear), folder)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"target_modules": ["0", "2"], "modules_to_save": []}, "2.weight are not in the file, and nothing are not"),
-        ({"rank": 3}, r"0 has \(rank, alpha, use_rslora\) = \(2, 6.0, False\) in the file, and \(3, 6.0, False\)"),
-        ({"alpha": 3.0}, r"and \(2, 3.0, False\) in the model"),
-        ({"use_rslora": True}, r"and \(2, 6.0, True\) in the model"),
-    ],
+@cases(
+    "settings, message",
+    ({"target_modules": ["0", "2"], "modules_to_save": []}, "2.weight are not in the file, and nothing are not"),
+    ({"rank": 3}, r"0 has \(rank, alpha, use_rslora\) = \(2, 6.0, False\) in the file, and \(3, 6.0, False\)"),
+    ({"alpha": 3.0}, r"and \(2, 3.0, False\) in the model"),
+    ({"use_rslora": True}, r"and \(2, 6.0, True\) in the model"),
 )
 def test_a_model_with_another_lora(folder, settings, message):
     model = adapted(linear, **{"modules_to_save": "2", **settings})
@@ -459,8 +441,7 @@ def test_a_rank_beyond_that_of_the_layer(tmp_path):
 
 
 def test_quantized_layers_are_not_those_of_another_model(folder):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # which torch is to remove some day
+    with without_warnings():  # which torch is to remove some day
         model = torch.ao.quantization.quantize_dynamic(seeded(linear), {nn.Linear})
     with refused(r"1 of 1 layers have no such matrix of .* in Sequential: 0 \(Linear\)\. If they are quantized, load"):
         load_adapter(model, folder)
@@ -526,8 +507,7 @@ def test_of_two_modules_whose_names_end_alike_one_is_saved_and_loaded(tmp_path):
             {"body": nn.Linear(6, 8), "head": nn.Linear(8, 2), "aux": nn.ModuleDict({"head": nn.Linear(8, 2)})}
         )
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # peft would take both
+    with without_warnings():  # peft would take both
         save_adapter(model := adapted(make, target_modules="body", modules_to_save="head"), tmp_path)
     load_adapter(plain := seeded(make), tmp_path)
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in plain.state_dict().items())
@@ -579,9 +559,13 @@ class _Doubled(nn.Linear):
         return 2 * super().forward(x)
 
 
-@pytest.mark.parametrize(
-    ("layer", "is_read"),
-    [(_Scaled, True), (_ScaledEach, False), (_ScaledOtherwise, False), (_Plain, True), (_Doubled, False)],
+@cases(
+    "layer, is_read",
+    (_Scaled, True),
+    (_ScaledEach, False),
+    (_ScaledOtherwise, False),
+    (_Plain, True),
+    (_Doubled, False),
 )
 def test_a_subclass_is_named_where_peft_computes_something_else(layer, is_read, tmp_path):
     def make():
@@ -589,8 +573,7 @@ def test_a_subclass_is_named_where_peft_computes_something_else(layer, is_read, 
 
     x = torch.arange(8)[None] if issubclass(layer, nn.Embedding) else torch.eye(8)
     model = adapted(make, target_modules="0", modules_to_save=())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded_warnings() as caught:
         save_adapter(model, tmp_path)
         by_peft = outputs(read_with_peft(seeded(make), tmp_path), x)
     said = [str(warning.message) for warning in caught if "peft does not: 0 (" in str(warning.message)]
@@ -613,14 +596,12 @@ def test_weights_of_the_base_are_loaded_into_a_model_with_adapters_of_peft(kind)
 _READS = r"0\.attn\.qkv \(ShiftedWindowAttention reads its weight without calling it\)"
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: nn.Sequential(nn.Conv2d(3, 8, 3, padding_mode="reflect")), "Conv2d with groups, dilation or"),
-        (lambda: nn.Sequential(*[nn.Linear(6, 6)] * 2), "used as 0, 1"),
-        (lambda: nn.Sequential(_Shifted(9, 6)), "_Shifted with a forward pass of its own"),
-        (lambda: swin().features[1], _READS),
-    ],
+@cases(
+    "make, words",
+    (lambda: nn.Sequential(nn.Conv2d(3, 8, 3, padding_mode="reflect")), "Conv2d with groups, dilation or"),
+    (lambda: nn.Sequential(*[nn.Linear(6, 6)] * 2), "used as 0, 1"),
+    (lambda: nn.Sequential(_Shifted(9, 6)), "_Shifted with a forward pass of its own"),
+    (lambda: swin().features[1], _READS),
 )
 def test_what_peft_computes_otherwise_is_named(make, words, tmp_path):
     model = adapted(make, target_modules="*.attn.*" if words is _READS else "0", modules_to_save=())

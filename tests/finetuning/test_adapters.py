@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import warnings
 from abc import ABC
 
 import pytest
@@ -13,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_tricks.finetuning import Adapters, AdapterSettings, LoRASettings, add_adapters, add_lora, merge
 from tests.finetuning.models import IMAGES, TOKENS, bert, called, gpt2, output, swin, timm_vit, torchvision_vit
-from tests.small import same
+from tests.small import cases, same, without_warnings
 
 KINDS = ["houlsby", "pfeiffer", "parallel"]
 
@@ -24,8 +23,7 @@ def encoder():
 
 
 def encoder_decoder():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with without_warnings():
         model = nn.Transformer(8, 2, 1, 1, 16, 0.0)
     return model, lambda model: model(_randn(5, 2, 8), _randn(3, 2, 8))
 
@@ -49,8 +47,6 @@ def llama():
 
 
 def _called_with(build, inputs):
-    """A model of `models.py`, and what runs it."""
-
     def make():
         return build(), lambda model: output(model, inputs)
 
@@ -138,7 +134,6 @@ def test_padded_evaluation_equals_training(target):
 
 
 def _reference(x, adapter):
-    """An adapter in words."""
     thin = x @ adapter.down_weight.T + adapter.down_bias
     thin = {"relu": F.relu, "gelu": F.gelu}[adapter.nonlinearity](thin)
     return adapter.scale * (thin @ adapter.up_weight.T + adapter.up_bias)
@@ -168,8 +163,7 @@ def test_a_layer_computes_the_formula(kind):
 def test_a_network_for_a_bias_of_positions_is_no_feed_forward_network():
     from timm.models.vision_transformer_relpos import VisionTransformerRelPos
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with without_warnings():
         model = VisionTransformerRelPos(8, 4, embed_dim=8, depth=2, num_heads=2, num_classes=3, rel_pos_type="mlp")
     assert list(add_adapters(model, AdapterSettings(2)).layers) == ["blocks.0.mlp.fc2", "blocks.1.mlp.fc2"]
 
@@ -203,20 +197,18 @@ def test_the_input_may_be_given_by_name():
     assert torch.equal(linear(input=query), linear(query))
 
 
-@pytest.mark.parametrize(
-    ("make", "settings", "words"),
-    [
-        (torchvision_swin, {"target_modules": "*.attn.proj"}, "never calls it.*give 'features.1.0.attn'"),
-        (encoder, {"target_modules": "*.out_proj"}, "MultiheadAttention.*give 'layers.0.self_attn'"),
-        (encoder, {"target_modules": "*.norm1"}, "none of them are linear layers or attentions"),
-        (encoder, {"target_modules": "nothing"}, "matches none"),
-        (encoder, {"target_modules": []}, "at least one pattern"),
-        (encoder, {"exclude": "nothing"}, "exclude.*matches none"),
-        (encoder, {"exclude": "layers"}, "leave none of the blocks"),
-        (encoder, {"modules_to_save": "nothing"}, "modules_to_save.*matches none"),
-        (lambda: (nn.Sequential(nn.Linear(2, 2)), None), {}, "none of the 1 modules is a transformer block"),
-        (lambda: (nn.Sequential(nn.LazyLinear(2)), None), {"target_modules": "0"}, "no shape yet"),
-    ],
+@cases(
+    "make, settings, words",
+    (torchvision_swin, {"target_modules": "*.attn.proj"}, "never calls it.*give 'features.1.0.attn'"),
+    (encoder, {"target_modules": "*.out_proj"}, "MultiheadAttention.*give 'layers.0.self_attn'"),
+    (encoder, {"target_modules": "*.norm1"}, "none of them are linear layers or attentions"),
+    (encoder, {"target_modules": "nothing"}, "matches none"),
+    (encoder, {"target_modules": []}, "at least one pattern"),
+    (encoder, {"exclude": "nothing"}, "exclude.*matches none"),
+    (encoder, {"exclude": "layers"}, "leave none of the blocks"),
+    (encoder, {"modules_to_save": "nothing"}, "modules_to_save.*matches none"),
+    (lambda: (nn.Sequential(nn.Linear(2, 2)), None), {}, "none of the 1 modules is a transformer block"),
+    (lambda: (nn.Sequential(nn.LazyLinear(2)), None), {"target_modules": "0"}, "no shape yet"),
 )
 def test_what_cannot_be_is_refused_and_nothing_is_changed(make, settings, words):
     model, _ = make()
@@ -228,15 +220,13 @@ def test_what_cannot_be_is_refused_and_nothing_is_changed(make, settings, words)
     assert trained == [parameter.requires_grad for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"bottleneck": 0}, "bottleneck must be a whole number >= 1, got 0"),
-        ({"kind": "paralel"}, "Did you mean 'parallel'"),
-        ({"nonlinearity": "rely"}, "Did you mean 'relu'"),
-        ({"scale": 0}, "scale must be a number > 0"),
-        ({"dropout": 1.0}, "dropout must be a number >= 0 and < 1"),
-    ],
+@cases(
+    "settings, words",
+    ({"bottleneck": 0}, "bottleneck must be a whole number >= 1, got 0"),
+    ({"kind": "paralel"}, "Did you mean 'parallel'"),
+    ({"nonlinearity": "rely"}, "Did you mean 'relu'"),
+    ({"scale": 0}, "scale must be a number > 0"),
+    ({"dropout": 1.0}, "dropout must be a number >= 0 and < 1"),
 )
 def test_arguments_are_checked(settings, words):
     with pytest.raises(ValueError, match=words):
@@ -248,9 +238,8 @@ def test_a_second_injection_is_refused_and_known_by_its_settings():
     settings = AdapterSettings(4, kind="parallel")
     report = add_adapters(model, settings)
     assert Adapters(4, kind="parallel").adapt(model) == report
-    with pytest.raises(
-        ValueError, match="has adapters already, which a second call would reset: build the model again"
-    ):
+    words = "has adapters already, which a second call would reset: build the model again"
+    with pytest.raises(ValueError, match=words):
         add_adapters(model, settings)
     for other in ({"bottleneck": 5}, {"kind": "pfeiffer", "scale": 4.0}, {"scale": 1.0}, {"exclude": "layers.0"}):
         with pytest.raises(ValueError, match="other layers or of another kind"):
@@ -393,8 +382,7 @@ def test_a_class_that_cannot_be_extended_is_named_before_anything_changes(add):
 def test_quantized_layers_of_blocks_are_not_left_out_silently():
     quantized = torch.ao.nn.quantized.dynamic.Linear
     model = nn.ModuleList([_block(nn.Linear, nn.Linear), _block(quantized, nn.Linear), _block(nn.Linear, quantized)])
-    with pytest.raises(
-        ValueError, match=r"2 layers hold quantized weights, .*: 1\.fc1, 2\.fc2\. Use inject_adapter_in_model"
-    ):
+    words = r"2 layers hold quantized weights, .*: 1\.fc1, 2\.fc2\. Use inject_adapter_in_model"
+    with pytest.raises(ValueError, match=words):
         add_adapters(model)
     assert list(add_adapters(model, AdapterSettings(exclude=["1", "2"])).layers) == ["0.fc2"]

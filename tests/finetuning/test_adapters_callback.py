@@ -26,8 +26,6 @@ METHODS = {
 
 
 class Classifier(LightningModule):
-    """A transformer on rows of digits."""
-
     def __init__(self):
         super().__init__()
         with isolated_rng(seed=0):
@@ -68,15 +66,6 @@ def test_it_is_evaluated_as_it_was_trained(method):
             module.get_parameter(name).mul_(-1)
     (changed, *_) = _trainer().predict(module, loader())
     assert not torch.allclose(changed, trained, atol=1e-3)
-
-
-@pytest.mark.parametrize(("method", "other"), [("houlsby", Adapters(5)), ("prefix", PrefixTuning(4))])
-def test_what_a_module_has_is_not_added_again(method, other):
-    report, names = METHODS[method]().adapt(module := Classifier()), list(module.state_dict())
-    _trainer(callback := METHODS[method]()).validate(module, loader(), verbose=False)
-    assert (callback.report, list(module.state_dict())) == (report, names)
-    with pytest.raises(MisconfigurationException, match="already, in other"):
-        _trainer(other).validate(module, loader(), verbose=False)
 
 
 @pytest.mark.parametrize("others", ["before", "after"])

@@ -1,7 +1,6 @@
 """Added parameters and checkpoints of modules that are compiled: in whichever way, before or after."""
 
 import itertools
-import warnings
 from functools import partial
 
 import pytest
@@ -23,7 +22,7 @@ from lightning_tricks.finetuning import (
 )
 from lightning_tricks.seeding import isolated_rng
 from tests.contract.checks import Interrupts
-from tests.small import QUIET, EvaluatedNet, loader
+from tests.small import QUIET, EvaluatedNet, loader, recorded_warnings
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler's own
 
@@ -225,8 +224,7 @@ def test_auto_resume_in_the_middle_of_an_epoch(saved, resumed, others, fit, tmp_
     if wraps[0] != wraps[1]:  # kernels round otherwise: the user says that this is meant
         with pytest.raises(Exception, match=r"net: \w+ -> \w+\nNothing was trained .* on_change='new'|other settings"):
             fit(resumed, LoRA(4), *others(), AutoResume(guard))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded_warnings() as caught:
         trainer = fit(resumed, LoRA(4), *others(), AutoResume(guard, on_change="new"))
     assert not [each for each in caught if "AutoResume" in str(each.message)]
     _assert_same_run(trainer, fit(None, LoRA(4)))

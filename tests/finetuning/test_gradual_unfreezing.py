@@ -1,7 +1,6 @@
 """GradualUnfreezing in real fits: what trains when, resumed anywhere, in every way to train."""
 
 import copy
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +23,7 @@ from lightning_tricks.finetuning import freeze_
 from lightning_tricks.lr_schedules import FactorLR
 from tests.contract.checks import Interrupts
 from tests.finetuning.finetuned_net import FineNet, Trace, ValidatedNet, fit, flags, moved, trained, weights
-from tests.small import QUIET, digits, fork, loader, real_fp16, same
+from tests.small import QUIET, cases, digits, fork, loader, real_fp16, recorded_warnings, same
 
 EPOCHS = {0: "head.*", 1: "block.*", 2: ["*"]}
 STEPS = {0: "head.*", 3: "block.*", 14: ["*"]}
@@ -202,8 +201,6 @@ def _unfreezing(unit):
 
 
 class EndsAfter(Callback):
-    """Ends the fit after some epochs."""
-
     def __init__(self, epochs):
         self.epochs = epochs
 
@@ -229,9 +226,7 @@ def test_resume_at_an_epochs_end(scheduler, unit, tmp_path):
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS.values(), ids=SCHEDULERS)
-@pytest.mark.parametrize(
-    ("unit", "stop"), [("epoch", 9), ("epoch", 10), ("epoch", 14), ("step", 2), ("step", 3), ("step", 14)]
-)
+@cases("unit, stop", ("epoch", 9), ("epoch", 10), ("epoch", 14), ("step", 2), ("step", 3), ("step", 14))
 @pytest.mark.sampled(5)
 def test_resume_anywhere(scheduler, unit, stop, tmp_path):
     long = fit(FineNet(scheduler), _unfreezing(unit))
@@ -315,8 +310,7 @@ def test_beside_stochastic_weight_averaging():
         fit(FineNet(), GradualUnfreezing({0: "head.*"}), StochasticWeightAveraging(0.1, swa_epoch_start=1))
     net = FineNet()
     averaging = StochasticWeightAveraging(0.1, swa_epoch_start=1)
-    with warnings.catch_warnings(record=True):
-        warnings.simplefilter("always")
+    with recorded_warnings():
         fit(net, GradualUnfreezing({0: "head.*", 1: "*"}, lr_multipliers={"stem.*": 0.5}), averaging)
     assert net.stem[1].running_mean.abs().sum() > 0
 
@@ -466,9 +460,8 @@ def test_ddp_names_the_parameters_without_a_gradient():
     trainer = Trainer(
         max_epochs=1, strategy="ddp_fork", devices=2, callbacks=[GradualUnfreezing({0: ["head.*", "spare.*"]})], **QUIET
     )
-    with pytest.raises(
-        ProcessRaisedException, match=r"on rank \d, 2 trainable .*spare.weight, spare.bias.*find_unused"
-    ):
+    words = r"on rank \d, 2 trainable .*spare.weight, spare.bias.*find_unused"
+    with pytest.raises(ProcessRaisedException, match=words):
         trainer.fit(WithUnused(), loader())
 
 
@@ -513,53 +506,45 @@ def test_reentrant_checkpointing_behind_frozen_layers_is_named(trick):
 # -- input that cannot work
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ({"schedule": {1: "*"}}, ValueError, r"must have the key 0, got \[1\]: something has to train from the start"),
-        ({"schedule": {0: "*", -1: "x"}}, ValueError, "whole number >= 0, got -1"),
-        ({"schedule": {0: "*", 1.5: "x"}}, TypeError, r"whole number >= 0, got 1.5 \(float\)"),
-        ({"schedule": {0: "*", True: "x"}}, TypeError, "got True"),
-        ({"schedule": {0: "*", "x": "x"}}, TypeError, "got 'x'"),
-        ({"schedule": {0: "*", "0": "x"}}, ValueError, "key 0 twice"),
-        ({"schedule": ["*"]}, TypeError, "schedule must be a dict"),
-        ({"schedule": {0: []}}, ValueError, r"schedule\[0\] must have at least one pattern"),
-        ({"schedule": {0: 3}}, TypeError, r"schedule\[0\] must be a pattern or a list"),
-        ({"schedule": {0: ["re:("]}}, ValueError, r"schedule\[0\]: pattern 're:\(' is not a regular expression"),
-        ({"schedule": {0: "*"}, "unit": "batch"}, ValueError, "unit must be one of epoch, step"),
-        ({"schedule": {0: "*"}, "freeze_norm": 1}, TypeError, "freeze_norm must be True or False"),
-        (
-            {"schedule": {0: "*"}, "lr_multipliers": {"*": 0}},
-            ValueError,
-            r"lr_multipliers\['\*'\] must be a finite .*> 0",
-        ),
-        ({"schedule": {0: "*"}, "lr_multipliers": {"*": float("nan")}}, ValueError, "got nan"),
-        ({"schedule": {0: "*"}, "lr_multipliers": {"*": float("inf")}}, ValueError, "got inf"),
-        ({"schedule": {0: "*"}, "lr_multipliers": {"*": "2"}}, TypeError, r"got '2' \(str\)"),
-        ({"schedule": {0: "*"}, "lr_multipliers": 2}, TypeError, "lr_multipliers must be a dict"),
-    ],
+@cases(
+    "arguments, error, words",
+    ({"schedule": {1: "*"}}, ValueError, r"must have the key 0, got \[1\]: something has to train from the start"),
+    ({"schedule": {0: "*", -1: "x"}}, ValueError, "whole number >= 0, got -1"),
+    ({"schedule": {0: "*", 1.5: "x"}}, TypeError, r"whole number >= 0, got 1.5 \(float\)"),
+    ({"schedule": {0: "*", True: "x"}}, TypeError, "got True"),
+    ({"schedule": {0: "*", "x": "x"}}, TypeError, "got 'x'"),
+    ({"schedule": {0: "*", "0": "x"}}, ValueError, "key 0 twice"),
+    ({"schedule": ["*"]}, TypeError, "schedule must be a dict"),
+    ({"schedule": {0: []}}, ValueError, r"schedule\[0\] must have at least one pattern"),
+    ({"schedule": {0: 3}}, TypeError, r"schedule\[0\] must be a pattern or a list"),
+    ({"schedule": {0: ["re:("]}}, ValueError, r"schedule\[0\]: pattern 're:\(' is not a regular expression"),
+    ({"schedule": {0: "*"}, "unit": "batch"}, ValueError, "unit must be one of epoch, step"),
+    ({"schedule": {0: "*"}, "freeze_norm": 1}, TypeError, "freeze_norm must be True or False"),
+    ({"schedule": {0: "*"}, "lr_multipliers": {"*": 0}}, ValueError, r"lr_multipliers\['\*'\] must be a finite .*> 0"),
+    ({"schedule": {0: "*"}, "lr_multipliers": {"*": float("nan")}}, ValueError, "got nan"),
+    ({"schedule": {0: "*"}, "lr_multipliers": {"*": float("inf")}}, ValueError, "got inf"),
+    ({"schedule": {0: "*"}, "lr_multipliers": {"*": "2"}}, TypeError, r"got '2' \(str\)"),
+    ({"schedule": {0: "*"}, "lr_multipliers": 2}, TypeError, "lr_multipliers must be a dict"),
 )
 def test_refuses_arguments(arguments, error, words):
     with pytest.raises(error, match=words):
         GradualUnfreezing(**arguments)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "trainer", "words"),
-    [
-        ({"schedule": {0: "haed.*"}}, {}, r"schedule\[0\]: the pattern 'haed.\*' matches none.*Did you mean 'head.\*'"),
-        (
-            {"schedule": {0: "*", 2: "head.*"}},
-            {},
-            r"schedule\[2\] = \['head.\*'\] releases nothing: .* released earlier, at 0",
-        ),
-        ({"schedule": {0: "*"}, "lr_multipliers": {"haed.*": 2}}, {}, "lr_multipliers: the pattern 'haed"),
-        (
-            {"schedule": {0: "*"}, "lr_multipliers": {"head.*": 2, "*.bias": 3}},
-            {},
-            r"the patterns 'head.\*' and '\*.bias' both match 'head.0.bias'",
-        ),
-    ],
+@cases(
+    "arguments, trainer, words",
+    ({"schedule": {0: "haed.*"}}, {}, r"schedule\[0\]: the pattern 'haed.\*' matches none.*Did you mean 'head.\*'"),
+    (
+        {"schedule": {0: "*", 2: "head.*"}},
+        {},
+        r"schedule\[2\] = \['head.\*'\] releases nothing: .* released earlier, at 0",
+    ),
+    ({"schedule": {0: "*"}, "lr_multipliers": {"haed.*": 2}}, {}, "lr_multipliers: the pattern 'haed"),
+    (
+        {"schedule": {0: "*"}, "lr_multipliers": {"head.*": 2, "*.bias": 3}},
+        {},
+        r"the patterns 'head.\*' and '\*.bias' both match 'head.0.bias'",
+    ),
 )
 def test_refuses_what_a_run_shows(arguments, trainer, words):
     net = FineNet()
@@ -576,9 +561,8 @@ def test_refuses_parameters_that_no_optimizer_has():
 
     net = Filters()
     net.stem.requires_grad_(False)
-    with pytest.raises(
-        MisconfigurationException, match=r"4 parameters .* in no optimizer.*stem.0.weight.*without filter"
-    ):
+    words = r"4 parameters .* in no optimizer.*stem.0.weight.*without filter"
+    with pytest.raises(MisconfigurationException, match=words):
         fit(net, GradualUnfreezing(EPOCHS))
     fit(net, GradualUnfreezing({0: "head.*", 1: "block.*"}))
 
@@ -598,15 +582,13 @@ def test_other_schedulers_are_refused_with_multipliers_only():
         fit(Net(), GradualUnfreezing(EPOCHS, lr_multipliers={"stem.*": 2}))
 
 
-@pytest.mark.parametrize(
-    ("key", "unit", "trainer", "words"),
-    [
-        (3, "epoch", {}, r"keys \[3\], but the run has 3 epochs"),
-        (1, "epoch", {"max_epochs": 1}, r"keys \[1\], but the run has 1 epochs"),
-        (30, "step", {}, r"keys \[30\], but the run has 30 steps"),
-        (5, "step", {"max_steps": 5}, r"keys \[5\], but the run has 5 steps"),
-        (6, "step", {"limit_train_batches": 1}, r"keys \[6\], but the run has 3 steps"),
-    ],
+@cases(
+    "key, unit, trainer, words",
+    (3, "epoch", {}, r"keys \[3\], but the run has 3 epochs"),
+    (1, "epoch", {"max_epochs": 1}, r"keys \[1\], but the run has 1 epochs"),
+    (30, "step", {}, r"keys \[30\], but the run has 30 steps"),
+    (5, "step", {"max_steps": 5}, r"keys \[5\], but the run has 5 steps"),
+    (6, "step", {"limit_train_batches": 1}, r"keys \[6\], but the run has 3 steps"),
 )
 def test_a_key_beyond_a_short_run_is_a_warning(key, unit, trainer, words):
     with pytest.warns(UserWarning, match=words):

@@ -24,7 +24,6 @@ def _sequential(optimizer, r):
 
 
 def _chained(optimizer, r):
-    """A sequence inside a chain."""
     return lrs.ChainedScheduler([_sequential(optimizer, r), lrs.MultiplicativeLR(optimizer, lambda step: 0.5)])
 
 

@@ -4,7 +4,6 @@ import copy
 import io
 import pickle
 import sys
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -18,22 +17,8 @@ from lightning_tricks import load_weights
 from lightning_tricks.finetuning import AdapterSettings, LoRA, LoRASettings, add_adapters, add_lora, merge
 from lightning_tricks.finetuning.core.injection import parts_of
 from lightning_tricks.finetuning.core.lora_layers import LowRank
-from tests.finetuning.models import (
-    IMAGES,
-    TOKENS,
-    ReadsWeights,
-    TiedText,
-    Twice,
-    bert,
-    disturb,
-    encoder_layer,
-    gpt2,
-    output,
-    swin,
-    timm_resnet,
-    timm_vit,
-    torchvision_vit,
-)
+from tests.finetuning import models
+from tests.small import cases, without_warnings
 
 
 def _settings(**given):
@@ -61,9 +46,9 @@ _LAYERS = {
     "Linear": (lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), _noise(3, 8), "linear"),
     "Linear in 3 dimensions": (lambda: nn.Sequential(nn.Linear(8, 4)), _noise(3, 5, 8), "linear"),
     "Linear of one vector": (lambda: nn.Sequential(nn.Linear(8, 4)), _noise(8), "linear"),
-    "encoder layer": (encoder_layer, _noise(2, 5, 16), "linear"),
-    "encoder": (lambda: nn.TransformerEncoder(encoder_layer(), 2), _noise(2, 5, 16), "linear"),
-    "attention": (encoder_layer, _noise(2, 5, 16), "self_attn"),
+    "encoder layer": (models.encoder_layer, _noise(2, 5, 16), "linear"),
+    "encoder": (lambda: nn.TransformerEncoder(models.encoder_layer(), 2), _noise(2, 5, 16), "linear"),
+    "attention": (models.encoder_layer, _noise(2, 5, 16), "self_attn"),
     "LSTM": (lambda: nn.Sequential(nn.LSTM(8, 6, 2, bidirectional=True)), _noise(5, 3, 8), "0"),
     "GRU": (lambda: nn.Sequential(nn.GRU(8, 6)), _noise(5, 3, 8), "0"),
     "Conv1d": (lambda: nn.Sequential(nn.Conv1d(4, 8, 3, padding="same")), _noise(2, 4, 9), "0"),
@@ -76,21 +61,21 @@ _LAYERS = {
     "Conv3d": (lambda: nn.Sequential(nn.Conv3d(2, 4, 2)), _noise(2, 2, 4, 4, 4), "0"),
     "grouped Conv2d": (lambda: nn.Sequential(nn.Conv2d(4, 8, 3, groups=2)), _noise(2, 4, 9, 9), "0"),
     "ConvTranspose2d": (lambda: nn.Sequential(nn.ConvTranspose2d(4, 8, 3, groups=2)), _noise(2, 4, 9, 9), "0"),
-    "Embedding": (lambda: nn.Sequential(nn.Embedding(12, 8, padding_idx=0)), TOKENS, "0"),
-    "Embedding with max_norm": (lambda: nn.Sequential(nn.Embedding(12, 8, max_norm=2.0)), TOKENS, "0"),
-    "sparse Embedding": (lambda: nn.Sequential(nn.Embedding(12, 8, sparse=True)), TOKENS, "0"),
-    "sparse EmbeddingBag": (lambda: nn.Sequential(nn.EmbeddingBag(12, 8, sparse=True)), TOKENS, "0"),
-    "EmbeddingBag": (lambda: nn.Sequential(nn.EmbeddingBag(12, 8)), TOKENS, "0"),
+    "Embedding": (lambda: nn.Sequential(nn.Embedding(12, 8, padding_idx=0)), models.TOKENS, "0"),
+    "Embedding with max_norm": (lambda: nn.Sequential(nn.Embedding(12, 8, max_norm=2.0)), models.TOKENS, "0"),
+    "sparse Embedding": (lambda: nn.Sequential(nn.Embedding(12, 8, sparse=True)), models.TOKENS, "0"),
+    "sparse EmbeddingBag": (lambda: nn.Sequential(nn.EmbeddingBag(12, 8, sparse=True)), models.TOKENS, "0"),
+    "EmbeddingBag": (lambda: nn.Sequential(nn.EmbeddingBag(12, 8)), models.TOKENS, "0"),
     "weight_norm": (_weight_normed, _noise(3, 8), "0"),
-    "weights that are read": (ReadsWeights, _noise(3, 8), "linear"),
-    "tied": (TiedText, TOKENS, "decoder"),
-    "used twice": (Twice, _noise(3, 8), "linear"),
-    "Swin": (swin, IMAGES, "linear"),
-    "ViT of torchvision": (torchvision_vit, IMAGES, "linear"),
-    "ViT of timm": (timm_vit, IMAGES, "linear"),
-    "ResNet of timm": (timm_resnet, IMAGES, ["layer*.conv*", "fc"]),
-    "BERT": (bert, TOKENS, ["*.query", "*.value", "*word_embeddings"]),
-    "GPT-2": (gpt2, TOKENS, "linear"),
+    "weights that are read": (models.ReadsWeights, _noise(3, 8), "linear"),
+    "tied": (models.TiedText, models.TOKENS, "decoder"),
+    "used twice": (models.Twice, _noise(3, 8), "linear"),
+    "Swin": (models.swin, models.IMAGES, "linear"),
+    "ViT of torchvision": (models.torchvision_vit, models.IMAGES, "linear"),
+    "ViT of timm": (models.timm_vit, models.IMAGES, "linear"),
+    "ResNet of timm": (models.timm_resnet, models.IMAGES, ["layer*.conv*", "fc"]),
+    "BERT": (models.bert, models.TOKENS, ["*.query", "*.value", "*word_embeddings"]),
+    "GPT-2": (models.gpt2, models.TOKENS, "linear"),
 }
 
 
@@ -104,17 +89,17 @@ def test_it_is_never_ignored(kind):
     torch.manual_seed(0)
     model = build().eval()
     plain, names = copy.deepcopy(model), list(model.state_dict())
-    before = output(model, inputs).detach()
+    before = models.output(model, inputs).detach()
     base = {name: value.clone() for name, value in model.state_dict().items()}  # after max_norm had its effect
     identities = {name: id(parameter) for name, parameter in model.named_parameters()}
 
     report = add_lora(model, _settings(target_modules=targets))
-    assert torch.equal(output(model, inputs), before)
+    assert torch.equal(models.output(model, inputs), before)
     assert all(parameter.requires_grad == ("lora_" in name) for name, parameter in model.named_parameters())
 
-    disturb(model)
+    models.disturb(model)
     model.train() if kind != "ResNet of timm" else model.eval()  # whose statistics would move
-    trained = output(model, inputs)
+    trained = models.output(model, inputs)
     (trained * _noise(*trained.shape)).sum().backward()
     for name in report.layers:
         change = model.get_submodule(".lora_".join(name.rpartition(".")[::2]))
@@ -123,7 +108,7 @@ def test_it_is_never_ignored(kind):
             assert parameter.grad.abs().sum() > 0, name
     model.eval()
     with torch.inference_mode():
-        evaluated = output(model, inputs).clone()
+        evaluated = models.output(model, inputs).clone()
     torch.testing.assert_close(evaluated, trained.detach(), rtol=1e-5, atol=1e-5)
     assert (evaluated - before).abs().max() > 1e-3, "the change does nothing"
 
@@ -137,7 +122,7 @@ def test_it_is_never_ignored(kind):
     assert list(model.state_dict()) == names
     assert [type(part) for part in model.modules()] == [type(part) for part in plain.modules()]
     with torch.inference_mode():
-        merged = output(model, inputs)
+        merged = models.output(model, inputs)
     assert (merged - evaluated).abs().max() <= 1e-5 * evaluated.abs().max()
 
 
@@ -146,13 +131,13 @@ def test_it_pickles_and_copies(kind):
     build, inputs, targets = _LAYERS[kind]
     model = build().eval()
     add_lora(model, _settings(target_modules=targets))
-    disturb(model)
-    wanted = output(model, inputs).detach()
+    models.disturb(model)
+    wanted = models.output(model, inputs).detach()
     for twin in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
-        assert torch.equal(output(twin, inputs), wanted)
-        disturb(twin, seed=1)
-        assert not torch.equal(output(twin, inputs), wanted)
-    assert torch.equal(output(model, inputs), wanted), "a copy shares something with the original"
+        assert torch.equal(models.output(twin, inputs), wanted)
+        models.disturb(twin, seed=1)
+        assert not torch.equal(models.output(twin, inputs), wanted)
+    assert torch.equal(models.output(model, inputs), wanted), "a copy shares something with the original"
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 4), st.integers(1, 3), st.floats(0.1, 50))
@@ -162,7 +147,7 @@ def test_a_side_branch_is_the_changed_weight(inputs, outputs, batch, rank, alpha
     rank = min(rank, inputs, outputs)
     layer = nn.Sequential(nn.Linear(inputs, outputs).double())
     add_lora(layer, _settings(rank=rank, alpha=alpha))
-    disturb(layer)
+    models.disturb(layer)
     x = _noise(batch, inputs).double()
     change = layer[0].lora_weight
     weight = dict(layer.named_parameters())["0.weight"] + alpha / rank * change.B @ change.A
@@ -170,17 +155,15 @@ def test_a_side_branch_is_the_changed_weight(inputs, outputs, batch, rank, alpha
     torch.testing.assert_close(layer(x), nn.functional.linear(x, weight, layer[0].bias))
 
 
-@pytest.mark.parametrize(
-    ("kind", "places"),
-    [
-        ("Linear", "Linear"),
-        ("Conv1d", "Conv"),
-        ("Conv2d", "Conv"),
-        ("padded Conv2d", "Conv"),
-        ("Conv3d", "Conv"),
-        ("Embedding", "Embedding"),
-        ("GPT-2", "TransposedLinear"),
-    ],
+@cases(
+    "kind, places",
+    ("Linear", "Linear"),
+    ("Conv1d", "Conv"),
+    ("Conv2d", "Conv"),
+    ("padded Conv2d", "Conv"),
+    ("Conv3d", "Conv"),
+    ("Embedding", "Embedding"),
+    ("GPT-2", "TransposedLinear"),
 )
 def test_known_layers_have_a_side_branch(kind, places):
     """Their forward passes never compute the whole changed weight."""
@@ -192,7 +175,7 @@ def test_known_layers_have_a_side_branch(kind, places):
     assert any(type(part).__name__.startswith(f"{places}LoRA") for part in layers)
     for part in layers:
         vars(part)["compute_weight"] = None  # whoever calls it fails
-    output(model, inputs)
+    models.output(model, inputs)
 
 
 def test_a_layer_with_a_forward_of_its_own_has_none():
@@ -207,7 +190,7 @@ def test_a_layer_with_a_forward_of_its_own_has_none():
     for layer, inputs in ((Doubled(8, 8), _noise(3, 8)), (Standardized(4, 8, 3), _noise(2, 4, 5, 5))):
         model = nn.Sequential(layer)
         add_lora(model, _settings(target_modules="0"))
-        disturb(model)
+        models.disturb(model)
         merged = merge(copy.deepcopy(model))
         torch.testing.assert_close(model(inputs), merged(inputs))
 
@@ -218,13 +201,13 @@ def test_compiled(kind):
     build, inputs, targets = _LAYERS[kind]
     model = build()
     add_lora(model, _settings(target_modules=targets))
-    disturb(model)
+    models.disturb(model)
     torch._dynamo.reset()
     compiled = torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=kind != "LSTM")
     for training in (True, False):
         model.train(training)
         compiled.train(training)
-        wanted, got = output(model, inputs), output(compiled, inputs)
+        wanted, got = models.output(model, inputs), models.output(compiled, inputs)
         torch.testing.assert_close(got, wanted)
         wanted.sum().backward()
         got.sum().backward()
@@ -237,7 +220,7 @@ def test_other_ways_to_call_a_model():
     """functional_call replaces weights, checkpointing runs twice, vmap and export trace, a pruned weight is pruned."""
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
     add_lora(model, _settings())
-    disturb(model)
+    models.disturb(model)
     x = _noise(3, 8)
     wanted = model(x)
     parameters = dict(model.named_parameters())
@@ -267,7 +250,7 @@ def test_weights_that_hooks_compute(computed):
     report = add_lora(model, _settings(target_modules="0"))
     assert list(report.layers) == ["0.weight"]
     assert torch.equal(model(x), before)
-    disturb(model)
+    models.disturb(model)
     model(x).sum().backward()
     assert model[0].lora_weight.A.grad is not None
     assert not torch.allclose(model(x), before)
@@ -281,7 +264,7 @@ def test_weight_norm_that_is_removed_from_a_changed_layer():
     model = nn.Sequential(nn.utils.weight_norm(nn.Linear(8, 8)))
     model(_noise(3, 8)).sum().backward()
     add_lora(model, _settings(target_modules="0"))
-    disturb(model)
+    models.disturb(model)
     before = model(_noise(3, 8))
     nn.utils.remove_weight_norm(model[0])
     torch.testing.assert_close(model(_noise(3, 8)), before)
@@ -320,22 +303,20 @@ def _by(parametrization):
 def test_a_parametrization_that_gives_back_what_is_assigned_is_merged(wrap, dtype):
     model = nn.Sequential(nn.Linear(8, 8), wrap(nn.Linear(8, 8))).to(dtype)
     add_lora(model, _settings())
-    disturb(model)
+    models.disturb(model)
     before = model(_noise(3, 8).to(dtype))
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype]
     torch.testing.assert_close(merge(model)(_noise(3, 8).to(dtype)), before, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize(
-    ("wrap", "dtype"),
-    [
-        (parametrizations.spectral_norm, torch.float32),
-        (parametrizations.spectral_norm, torch.bfloat16),
-        (lambda layer: parametrizations.spectral_norm(parametrizations.weight_norm(layer)), torch.float32),
-        (parametrizations.orthogonal, torch.float32),
-        (_by(_Clamped), torch.float16),
-    ],
+@cases(
+    "wrap, dtype",
+    (parametrizations.spectral_norm, torch.float32),
+    (parametrizations.spectral_norm, torch.bfloat16),
+    (lambda layer: parametrizations.spectral_norm(parametrizations.weight_norm(layer)), torch.float32),
+    (parametrizations.orthogonal, torch.float32),
+    (_by(_Clamped), torch.float16),
     ids=["spectral_norm", "spectral_norm in bf16", "two", "orthogonal", "clamped in training"],
 )
 def test_a_parametrization_that_gives_back_another_weight_is_not_merged(wrap, dtype, training):
@@ -346,9 +327,8 @@ def test_a_parametrization_that_gives_back_another_weight_is_not_merged(wrap, dt
             part.B.add_(1e-3 * _noise(*part.B.shape).to(dtype))  # so small that in bf16 it is hardly seen
     model.train(training)
     state, kinds = copy.deepcopy(model.state_dict()), [type(part) for part in model.modules()]
-    with pytest.raises(
-        ValueError, match=r"1\.weight cannot take the change: its parametrization \(.*Keep the LoRA, or"
-    ):
+    words = r"1\.weight cannot take the change: its parametrization \(.*Keep the LoRA, or"
+    with pytest.raises(ValueError, match=words):
         merge(model)
     assert kinds == [type(part) for part in model.modules()]
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
@@ -380,9 +360,8 @@ def test_a_module_is_found_by_each_of_its_names(argument, name):
     assert model.head.bias.requires_grad == (argument == "modules_to_save")
     if argument == "rank_pattern":
         assert model.head.lora_weight.rank == 1
-    with pytest.raises(
-        ValueError, match=r"exclude: pattern 'hea' matches none of the \d modules\. Did you mean 'head'"
-    ):
+    words = r"exclude: pattern 'hea' matches none of the \d modules\. Did you mean 'head'"
+    with pytest.raises(ValueError, match=words):
         add_lora(_Aliased(), _settings(exclude="hea"))
 
 
@@ -408,7 +387,7 @@ def test_threads_share_a_layer(kind):
     build = {"attention": _SelfAttention, "LSTM": lambda: nn.LSTM(16, 16)}[kind]
     model = nn.Sequential(build())
     add_lora(model, _settings(target_modules="0*"))
-    disturb(model)
+    models.disturb(model)
     inputs = _noise(2, 5, 16)
     with torch.no_grad():
         expected = model(inputs)[0]
@@ -430,25 +409,25 @@ def test_threads_share_a_layer(kind):
 @pytest.mark.trap("finetuning: a module used in two places is adapted in one")
 @pytest.mark.parametrize("targets", ["decoder", "embedding", ["embedding", "decoder"]])
 def test_tied_weights_have_one_change(targets):
-    model = TiedText()
+    model = models.TiedText()
     report = add_lora(model, _settings(target_modules=targets))
     assert len(report.layers) == 1
     other = "decoder" if targets == "embedding" or isinstance(targets, list) else "embedding"
     assert report.remark == f"The same weights, with the same change, are in {other}.weight."
     assert report.added == 2 * 12 + 2 * 8 == sum(p.numel() for p in model.parameters() if p.requires_grad)
-    disturb(model)
+    models.disturb(model)
     assert torch.equal(model.embedding.weight, model.decoder.weight)
-    after = model(TOKENS)
+    after = model(models.TOKENS)
     doubled = {name: 2 * value for name, value in model.named_parameters()}
-    torch.func.functional_call(model, doubled, (TOKENS,))
+    torch.func.functional_call(model, doubled, (models.TOKENS,))
     assert all(parameter.is_leaf for parameter in model.parameters())
     assert sum("lora_" in name for name in model.state_dict()) == 3  # A, B and their scale
-    assert torch.equal(copy.deepcopy(model)(TOKENS), after)
+    assert torch.equal(copy.deepcopy(model)(models.TOKENS), after)
     merge(model)
     assert model.embedding.weight is model.decoder.weight
     assert not any("lora_" in name for part in model.modules() for name in vars(part))
-    torch.testing.assert_close(model(TOKENS), after)
-    report = add_lora(twice := Twice(), _settings())
+    torch.testing.assert_close(model(models.TOKENS), after)
+    report = add_lora(twice := models.Twice(), _settings())
     assert list(report.layers) == ["first.weight"]
     assert report.remark == "The same weights, with the same change, are in second.weight."
     assert twice.first.lora_weight is twice.second.lora_weight
@@ -458,7 +437,7 @@ def test_tied_weights_have_one_change(targets):
 def test_a_second_one_is_refused():
     model = nn.Sequential(nn.Linear(8, 8))
     add_lora(model, _settings())
-    disturb(model)
+    models.disturb(model)
     trained = model[0].lora_weight.B.clone()
     with pytest.raises(ValueError, match=r"has LoRA already, which a second call would reset: merge\(model\) first"):
         add_lora(model, _settings())
@@ -481,14 +460,14 @@ def test_the_mode_is_that_of_the_layer():
 
 
 def test_dropout_is_in_the_side_branch_alone_and_a_warning_says_where_there_is_none():
-    model = ReadsWeights()
+    model = models.ReadsWeights()
     add_lora(model, _settings(dropout=0.5))
-    disturb(model)
+    models.disturb(model)
     with pytest.warns(UserWarning, match="the weight of a LinearLoRALinear is read by another .* If that computes"):
         model(_noise(3, 8))
     model = nn.Sequential(nn.Linear(8, 8))
     add_lora(model, _settings(dropout=0.5))
-    disturb(model)
+    models.disturb(model)
     torch.manual_seed(0)
     assert not torch.equal(model(_noise(3, 8)), model(_noise(3, 8)))
     model.eval()
@@ -498,30 +477,25 @@ def test_dropout_is_in_the_side_branch_alone_and_a_warning_says_where_there_is_n
 def test_precision_of_the_base_under_autocast():
     """The rows of a base embedding are not rounded to bf16 because something is added to them."""
     model = nn.Sequential(nn.Embedding(12, 8))
-    rows = model(TOKENS).detach()
+    rows = model(models.TOKENS).detach()
     add_lora(model, _settings(target_modules="0"))
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(model(TOKENS), rows)
+        assert torch.equal(model(models.TOKENS), rows)
 
 
 @pytest.mark.trap("finetuning: a pattern of several that matches nothing, or a rank larger than the layer, is accepted")
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"target_modules": ["0", "query"]}, "target_modules: pattern 'query' matches none of the 3 modules"),
-        ({"target_modules": "proj"}, r"Did you mean '\*\.proj'\?"),
-        ({"target_modules": "1"}, r"pattern '1' matches 1 modules, such as '1' \(ReLU\), but none of them are layers"),
-        ({"target_modules": []}, "target_modules must name at least one pattern"),
-        ({"exclude": "stem"}, "exclude: pattern 'stem' matches none"),
-        ({"modules_to_save": "classifier"}, "modules_to_save: pattern 'classifier' matches none"),
-        ({"rank_pattern": {"key": 3}}, "rank_pattern: pattern 'key' matches none"),
-        (
-            {"rank": 9},
-            r"rank=9 exceeds the largest possible rank of 0\.weight, 8 \(shape \(8, 8\)\): give a smaller rank",
-        ),
-        ({"rank_pattern": {"0": 64}}, "rank=64 exceeds"),
-        ({"exclude": ["0", "2*"]}, "none of the 1 modules is a linear layer"),
-    ],
+@cases(
+    "given, words",
+    ({"target_modules": ["0", "query"]}, "target_modules: pattern 'query' matches none of the 3 modules"),
+    ({"target_modules": "proj"}, r"Did you mean '\*\.proj'\?"),
+    ({"target_modules": "1"}, r"pattern '1' matches 1 modules, such as '1' \(ReLU\), but none of them are layers"),
+    ({"target_modules": []}, "target_modules must name at least one pattern"),
+    ({"exclude": "stem"}, "exclude: pattern 'stem' matches none"),
+    ({"modules_to_save": "classifier"}, "modules_to_save: pattern 'classifier' matches none"),
+    ({"rank_pattern": {"key": 3}}, "rank_pattern: pattern 'key' matches none"),
+    ({"rank": 9}, r"rank=9 exceeds the largest possible rank of 0\.weight, 8 \(shape \(8, 8\)\): give a smaller rank"),
+    ({"rank_pattern": {"0": 64}}, "rank=64 exceeds"),
+    ({"exclude": ["0", "2*"]}, "none of the 1 modules is a linear layer"),
 )
 def test_what_does_not_fit_is_an_error_and_changes_nothing(given, words):
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.ModuleDict({"proj": nn.Linear(8, 8)}))
@@ -569,8 +543,7 @@ def _wrapped():
 
 
 def _by_torch(make):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch is to remove it some day
+    with without_warnings():  # torch is to remove it some day
         return make()
 
 
@@ -605,17 +578,15 @@ def test_quantized_layers_are_not_left_out_silently(kind):
             add_adapters(model, AdapterSettings(4, target_modules="*"))
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "words"),
-    [
-        ({"rank": 0}, ValueError, "rank must be a whole number >= 1, got 0"),
-        ({"rank": 2.0}, TypeError, "rank must be a whole number"),
-        ({"alpha": 0}, ValueError, "alpha must be a number > 0"),
-        ({"dropout": 1.0}, ValueError, "dropout must be a number >= 0 and < 1, got 1.0"),
-        ({"target_modules": 3}, TypeError, "target_modules must be a pattern or a list of patterns, got 3"),
-        ({"exclude": "re:("}, ValueError, "is not a regular expression"),
-        ({"rank_pattern": {"a": 0}}, ValueError, r"rank_pattern\['a'\] must be a whole number >= 1"),
-    ],
+@cases(
+    "given, error, words",
+    ({"rank": 0}, ValueError, "rank must be a whole number >= 1, got 0"),
+    ({"rank": 2.0}, TypeError, "rank must be a whole number"),
+    ({"alpha": 0}, ValueError, "alpha must be a number > 0"),
+    ({"dropout": 1.0}, ValueError, "dropout must be a number >= 0 and < 1, got 1.0"),
+    ({"target_modules": 3}, TypeError, "target_modules must be a pattern or a list of patterns, got 3"),
+    ({"exclude": "re:("}, ValueError, "is not a regular expression"),
+    ({"rank_pattern": {"a": 0}}, ValueError, r"rank_pattern\['a'\] must be a whole number >= 1"),
 )
 def test_bad_settings(given, error, words):
     with pytest.raises(error, match=words):
@@ -624,9 +595,8 @@ def test_bad_settings(given, error, words):
 
 def test_lazy_layers_are_refused():
     model = nn.Sequential(nn.LazyLinear(8))
-    with pytest.raises(
-        ValueError, match="weight of a LazyLinear has no shape yet: run a batch through the model first"
-    ):
+    words = "weight of a LazyLinear has no shape yet: run a batch through the model first"
+    with pytest.raises(ValueError, match=words):
         add_lora(model, _settings())
 
 
@@ -665,7 +635,7 @@ def test_weights_of_the_plain_model_load_beside_the_change():
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
     plain = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
     add_lora(model, _settings())
-    disturb(model)
+    models.disturb(model)
     change = model[0].lora_weight.B.clone()
     report = load_weights(model, {f"module.{name}": value for name, value in plain.items()})
     assert report.loaded == report.total == 4
@@ -684,7 +654,7 @@ def test_weights_of_the_plain_model_load_beside_the_change():
 def test_nested_tensors():
     model = nn.Sequential(nn.Linear(8, 4))
     add_lora(model, _settings())
-    disturb(model)
+    models.disturb(model)
     rows = [_noise(3, 8), _noise(5, 8)]
     got = model(torch.nested.nested_tensor(rows, layout=torch.jagged))
     for own, row in zip(got.unbind(), rows, strict=True):
@@ -694,7 +664,7 @@ def test_nested_tensors():
 def test_a_class_that_was_changed_since_is_not_restored():
     model = nn.Sequential(nn.Linear(8, 8))
     add_lora(model, _settings())
-    disturb(model)
+    models.disturb(model)
     before = model(_noise(3, 8))
     model[0].__class__ = type("Sharded", (type(model[0]),), {})
     with pytest.raises(ValueError, match="a module became a Sharded after it was changed: undo that first"):

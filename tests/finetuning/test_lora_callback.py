@@ -23,8 +23,6 @@ from tests.small import QUIET, EvaluatedNet, Hooks, Net, fit, fork, loader
 
 
 class Built(EvaluatedNet):
-    """Makes its layers where it is told to."""
-
     def __init__(self, where):
         self.where = where
         super().__init__(built_late=True)
@@ -216,9 +214,8 @@ def test_averaged_copies_have_the_change_or_it_is_said():
     assert all(torch.equal(module.state_dict()[name], value) for name, value in base.items())
     assert all(value.abs().sum() > 0 for value in _changes(module).values())
     averaging = StochasticWeightAveraging(0.01, swa_epoch_start=1)
-    with pytest.raises(
-        MisconfigurationException, match="has copied the module before LoRA changed it: pass LoRA to the"
-    ):
+    words = "has copied the module before LoRA changed it: pass LoRA to the"
+    with pytest.raises(MisconfigurationException, match=words):
         _trainer(averaging, LoRA(4), max_epochs=3).fit(Optimized(), loader())
 
 

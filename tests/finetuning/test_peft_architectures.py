@@ -1,13 +1,12 @@
 """Adapters that peft saves for many architectures, loaded by `load_adapter`: what peft merges, or an error in words."""
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
 
 from lightning_tricks.finetuning import load_adapter, merge, save_adapter
 from tests.finetuning.peft_models import ARCHITECTURES, perturb
+from tests.small import recorded_warnings, without_warnings
 
 peft = pytest.importorskip("peft")
 
@@ -37,8 +36,7 @@ def of_each_kind(name):
 
 def adapt_by_peft(name, **config):
     """Return a model with an adapter of peft, all of whose values are random; None if peft has none for it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with without_warnings():
         try:
             model = peft.get_peft_model(build(name), peft.LoraConfig(**{"r": 4, "lora_alpha": 6, **config})).eval()
         except (AttributeError, TypeError, ValueError):
@@ -60,8 +58,7 @@ def verdict(name, folder, **config):
     """Return what becomes of an adapter: None if peft has none, the words of a refusal, or an empty text."""
     if (model := adapt_by_peft(name, **config)) is None:
         return None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with without_warnings():
         model.save_pretrained(folder)
         truth = merged_by_peft(model)
     plain, batch = build(name), ARCHITECTURES[name][1]
@@ -94,8 +91,7 @@ def outputs_by_peft_of_what_we_save(model, name, folder):
     """Return what peft computes with an adapter that we save; None where it is known to compute something else."""
     if name == "attentions":  # peft's adapters are ignored by torch's fused layers in evaluation
         return None
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded_warnings() as caught:
         save_adapter(model, folder)
         if any("peft does not" in str(warning.message) or "peft <=" in str(warning.message) for warning in caught):
             return None

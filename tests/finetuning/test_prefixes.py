@@ -20,7 +20,7 @@ from lightning_tricks.finetuning import (
     merge,
 )
 from tests.finetuning.models import called, disturb, torchvision_vit
-from tests.small import same
+from tests.small import cases, same
 
 HEADS, BATCH, QUERIES, KEYS = 2, 3, 4, 5
 FORMS = {
@@ -248,15 +248,13 @@ class _Own(nn.MultiheadAttention):
         return super().forward(query, key, value, **options)
 
 
-@pytest.mark.parametrize(
-    ("model", "settings", "words"),
-    [
-        (nn.Sequential(nn.Linear(2, 2)), {}, "none of the 2 modules is an nn.MultiheadAttention.*use Adapters"),
-        (nn.Sequential(nn.Linear(2, 2)), {"target_modules": "0"}, "none of them are nn.MultiheadAttention"),
-        (_encoder(), {"target_modules": "nothing"}, "matches none"),
-        (_encoder(), {"target_modules": []}, "at least one pattern"),
-        (nn.Sequential(_Own(8, 2)), {}, "0 is a _Own, which has a forward pass of its own"),
-    ],
+@cases(
+    "model, settings, words",
+    (nn.Sequential(nn.Linear(2, 2)), {}, "none of the 2 modules is an nn.MultiheadAttention.*use Adapters"),
+    (nn.Sequential(nn.Linear(2, 2)), {"target_modules": "0"}, "none of them are nn.MultiheadAttention"),
+    (_encoder(), {"target_modules": "nothing"}, "matches none"),
+    (_encoder(), {"target_modules": []}, "at least one pattern"),
+    (nn.Sequential(_Own(8, 2)), {}, "0 is a _Own, which has a forward pass of its own"),
 )
 def test_what_cannot_be_is_refused_and_nothing_is_changed(model, settings, words):
     with pytest.raises(ValueError, match=words):

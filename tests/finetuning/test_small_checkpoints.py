@@ -64,7 +64,6 @@ def test_what_a_schedule_froze_is_left_out_after_the_fit_as_well(tmp_path):
 
 def test_a_class_without_lora_is_told_so(tmp_path):
     _fit(_module(), max_epochs=1).save_checkpoint(tmp_path / "small.ckpt")
-    with pytest.raises(
-        BaseMismatchError, match=r"trained with LoRA, which the model does not have: add it before .*LoRA\("
-    ):
+    words = r"trained with LoRA, which the model does not have: add it before .*LoRA\("
+    with pytest.raises(BaseMismatchError, match=words):
         load_trainable(_module(), tmp_path / "small.ckpt")

@@ -63,8 +63,6 @@ def fit(tmp_path, module, *callbacks, ckpt_path=None, **options):
 
 
 class SavesEpochs(Callback):
-    """Saves each epoch, on all ranks."""
-
     def __init__(self, folder):
         self.folder = folder
 
@@ -77,7 +75,6 @@ def read(path):
 
 
 def lacks(path, module=None):
-    """The names of a module that a file does not have."""
     return (module or Tuned()).state_dict().keys() - read(path)["state_dict"].keys()
 
 

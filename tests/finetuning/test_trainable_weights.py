@@ -21,7 +21,7 @@ from lightning_tricks.finetuning.core.trainable_weights import (
     trainable_names,
 )
 from lightning_tricks.seeding import isolated_rng
-from tests.small import HostReads, same
+from tests.small import HostReads, cases, same
 
 
 class WithExtraState(nn.Module):
@@ -148,22 +148,14 @@ def _rename(model):
     model.backbone[1] = nn.Identity()
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (
-            _flip,
-            r"Of 7 tensors that this checkpoint left out, 1 is of other values \(backbone.0.weight\). Build the mod",
-        ),
-        (_reshape, r"1 is of another shape \(backbone.2.weight: 4x6 in the model, 5x6 before\)\. Build the model"),
-        (_convert, r"1 is of another dtype \(backbone.0.bias: bfloat16 in the model, float32 before\)\."),
-        (
-            _count_in_halves,
-            r"1 is of another dtype \(backbone.1.num_batches_tracked: float32 in the model, int64 before",
-        ),
-        (_rename, r"4 are missing from the model \(backbone.1.weight, .*\)\. Build the model with the same pretrained"),
-        (lambda model: model.to("meta"), r"7 are of other values"),
-    ],
+@cases(
+    "change, words",
+    (_flip, r"Of 7 tensors that this checkpoint left out, 1 is of other values \(backbone.0.weight\). Build the mod"),
+    (_reshape, r"1 is of another shape \(backbone.2.weight: 4x6 in the model, 5x6 before\)\. Build the model"),
+    (_convert, r"1 is of another dtype \(backbone.0.bias: bfloat16 in the model, float32 before\)\."),
+    (_count_in_halves, r"1 is of another dtype \(backbone.1.num_batches_tracked: float32 in the model, int64 before"),
+    (_rename, r"4 are missing from the model \(backbone.1.weight, .*\)\. Build the model with the same pretrained"),
+    (lambda model: model.to("meta"), r"7 are of other values"),
 )
 def test_another_base_is_refused(change, words, tmp_path):
     torch.save(saved(train(build()))[0], tmp_path / "small.ckpt")
@@ -226,23 +218,21 @@ def test_versions_of_modules_are_kept():
 _WEIGHTS = {"state_dict": {"weight": torch.zeros(1)}}
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (None, "file.ckpt does not exist. Is the path right"),
-        (b"garbage", "file.ckpt is a text file"),
-        (
-            {"state_dict": {"weight": torch.zeros(1)}, "pytorch-lightning_version": "2.6.6"},
-            "is a full checkpoint of the Trainer: .* load_weights",
-        ),
-        ({"weight": torch.zeros(1)}, "is another kind of file: TrainableCheckpoint left nothing out"),
-        ({**_WEIGHTS, "trainable_checkpoint": {"format": 2}}, "has format 2, and this release reads format 1"),
-        (
-            {**_WEIGHTS, "trainable_checkpoint": {"format": 1, "left_out": {"state_dict": {"a": {}}}}},
-            "record of what it left out is damaged",
-        ),
-        ({**_WEIGHTS, "trainable_checkpoint": []}, "record of what it left out is damaged"),
-    ],
+@cases(
+    "content, words",
+    (None, "file.ckpt does not exist. Is the path right"),
+    (b"garbage", "file.ckpt is a text file"),
+    (
+        {"state_dict": {"weight": torch.zeros(1)}, "pytorch-lightning_version": "2.6.6"},
+        "is a full checkpoint of the Trainer: .* load_weights",
+    ),
+    ({"weight": torch.zeros(1)}, "is another kind of file: TrainableCheckpoint left nothing out"),
+    ({**_WEIGHTS, "trainable_checkpoint": {"format": 2}}, "has format 2, and this release reads format 1"),
+    (
+        {**_WEIGHTS, "trainable_checkpoint": {"format": 1, "left_out": {"state_dict": {"a": {}}}}},
+        "record of what it left out is damaged",
+    ),
+    ({**_WEIGHTS, "trainable_checkpoint": []}, "record of what it left out is damaged"),
 )
 def test_other_files_are_refused_in_words(content, words, tmp_path):
     path = tmp_path / "file.ckpt"

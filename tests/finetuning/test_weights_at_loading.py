@@ -79,7 +79,6 @@ def fit(trainer, module, path=None):
 
 
 def evaluated(trainer, stage, module, path=None):
-    """Return the weights with which a module is evaluated."""
     getattr(trainer, stage)(module, loader(), ckpt_path=path)
     return next(one.weights for one in trainer.callbacks if isinstance(one, Weights))
 

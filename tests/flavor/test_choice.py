@@ -12,6 +12,7 @@ import pytest
 from lightning_tricks._lightning_compat import flavor
 from lightning_tricks._shared import lightning_name
 from tests.flavor.copied import with_other_imports
+from tests.small import cases
 
 pytestmark = pytest.mark.newest  # the choice does not depend on versions
 
@@ -89,20 +90,18 @@ def _run(code, cwd, *arguments, check=True, **variables):
     )
 
 
-@pytest.mark.parametrize(
-    ("loaded", "installed", "variable", "taken"),
-    [
-        ([], ["lightning", _PL], "", _L),
-        ([], ["lightning"], "", _L),
-        ([], [_PL], "", _PL),
-        ([], [], "", _L),
-        (["lightning", _L], ["lightning", _PL], "", _L),
-        ([_PL], ["lightning", _PL], "", _PL),
-        ([_PL, "lightning", _L], ["lightning", _PL], "", _PL),
-        (["lightning", _L, _PL], ["lightning", _PL], "", _L),
-        (["lightning", _L, _PL], ["lightning", _PL], _PL, _PL),
-        ([_PL], ["lightning", _PL], _L, _L),
-    ],
+@cases(
+    "loaded, installed, variable, taken",
+    ([], ["lightning", _PL], "", _L),
+    ([], ["lightning"], "", _L),
+    ([], [_PL], "", _PL),
+    ([], [], "", _L),
+    (["lightning", _L], ["lightning", _PL], "", _L),
+    ([_PL], ["lightning", _PL], "", _PL),
+    ([_PL, "lightning", _L], ["lightning", _PL], "", _PL),
+    (["lightning", _L, _PL], ["lightning", _PL], "", _L),
+    (["lightning", _L, _PL], ["lightning", _PL], _PL, _PL),
+    ([_PL], ["lightning", _PL], _L, _L),
 )
 def test_the_one_that_the_program_imported_first(loaded, installed, variable, taken, monkeypatch):
     monkeypatch.setenv("LIGHTNING_TRICKS_LIGHTNING", variable)
@@ -117,9 +116,7 @@ def test_a_program_loads_one_package(imports, package, tmp_path):
     assert said == f"{package} {{{package!r}}}"
 
 
-@pytest.mark.parametrize(
-    ("first", "second"), [(_PL, _L), pytest.param(_PL, _PL, marks=_THOROUGH), pytest.param(_L, _PL, marks=_THOROUGH)]
-)
+@cases("first, second", (_PL, _L), pytest.param(_PL, _PL, marks=_THOROUGH), pytest.param(_L, _PL, marks=_THOROUGH))
 def test_a_run_that_one_of_them_began_is_resumed_with_either(first, second, tmp_path):
     first, second = (_RESUMED.format(imports=f"import {name} as pl") for name in (first, second))
     whole = _run(first, tmp_path, "whole", "-1").stdout.splitlines()[-1]

@@ -61,9 +61,8 @@ def test_the_mixin_refuses_its_module():
 
 
 def test_an_ensemble_refuses_its_modules_where_it_would_leave_out_their_steps():
-    with pytest.raises(
-        TypeError, match=rf"VotingClassifier would not call the training_step of its members: Lit .* {_REMEDY}"
-    ):
+    words = rf"VotingClassifier would not call the training_step of its members: Lit .* {_REMEDY}"
+    with pytest.raises(TypeError, match=words):
         VotingClassifier(Lit, 2)
     FusionRegressor(Lit, 2)  # calls `forward` alone
 

@@ -15,7 +15,7 @@ from lightning_tricks import FlopsReport
 from lightning_tricks.ensembles import FusionClassifier, SoftGradientBoostingClassifier, VotingClassifier
 from tests.contract.lab import SETTINGS
 from tests.flops.contract import BACKWARD_MACS, FORWARD_MACS
-from tests.small import QUIET, EvaluatedNet, Hooks, Net, loader
+from tests.small import QUIET, EvaluatedNet, Hooks, Net, cases, loader
 
 STEP = 2 * (FORWARD_MACS + BACKWARD_MACS)
 
@@ -28,8 +28,6 @@ def fit(callbacks, module=None, **arguments):
 
 
 class Forwards(Net):
-    """A net with a `forward`."""
-
     def forward(self, x):
         return self.net(x)
 
@@ -196,8 +194,6 @@ def test_nothing_is_left_after_an_exception():
 
 
 class TestUtilization:
-    """`flops/mfu`."""
-
     @pytest.fixture
     def clock(self, monkeypatch):
         """Time that passes in training and validation batches alone: two seconds in each."""
@@ -313,16 +309,14 @@ def test_pickles_in_the_middle_of_a_fit():
     assert max(sizes) < 10_000
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"backend": "thopp"}, "backend must be one of torch, thop, got 'thopp'. Did you mean 'thop'"),
-        ({"backend": "thop", "backward": True}, 'backward=True needs backend="torch"'),
-        ({"depth": -1}, "depth must be a whole number >= 0, got -1"),
-        ({"path": "flops.txt"}, "the suffix of path must be one of .csv, .json, .md, .html, got '.txt'"),
-        ({"peak_flops": 1e12}, "peak_flops=1000000000000.0 needs backward=True"),
-        ({"peak_flops": 0, "backward": True}, "peak_flops must be a number > 0, got 0"),
-    ],
+@cases(
+    "arguments, words",
+    ({"backend": "thopp"}, "backend must be one of torch, thop, got 'thopp'. Did you mean 'thop'"),
+    ({"backend": "thop", "backward": True}, 'backward=True needs backend="torch"'),
+    ({"depth": -1}, "depth must be a whole number >= 0, got -1"),
+    ({"path": "flops.txt"}, "the suffix of path must be one of .csv, .json, .md, .html, got '.txt'"),
+    ({"peak_flops": 1e12}, "peak_flops=1000000000000.0 needs backward=True"),
+    ({"peak_flops": 0, "backward": True}, "peak_flops must be a number > 0, got 0"),
 )
 def test_bad_arguments(arguments, words):
     with pytest.raises(ValueError, match=words):

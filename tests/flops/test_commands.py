@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_tricks.cli import main
+from tests.small import cases
 
 
 class Small(nn.Sequential):
@@ -19,8 +20,6 @@ class Small(nn.Sequential):
 
 
 class Two(nn.Module):
-    """Takes two inputs."""
-
     example_input_array = (torch.zeros(2, 3), torch.zeros(3, 2))
 
     def forward(self, left, right):
@@ -61,21 +60,19 @@ def test_a_module_in_the_working_directory(capsys):
     assert '"macs": 64' in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([NET, "--input", "3,9"], "shapes cannot be multiplied"),
-        ([NET], "--input is needed: Small has no example_input_array"),
-        ([NET, "--input", "3,8", "--depth", "-1"], "--depth must be a whole number >= 0, got -1"),
-        ([NET, "--input", "3xx8"], "whole numbers with commas"),
-        ([NET, "--input", "3,8", "--dtype", "float23"], "must be a torch dtype"),
-        (["Small", "--input", "3,8"], "must be MODULE:NAME"),
-        ([f"{__name__}:Large", "--input", "3,8"], "has no attribute 'Large'"),
-        (["no_such_module:Net", "--input", "3,8"], "No module named 'no_such_module'"),
-        (["math:pi", "--input", "3,8"], "is not callable"),
-        (["builtins:dict", "--input", "3,8"], "is neither a torch.nn.Module nor"),
-        ([NET, "--input", "3,8", "--backend", "thop", "--backward"], "thop has no rules for a backward pass"),
-    ],
+@cases(
+    "arguments, words",
+    ([NET, "--input", "3,9"], "shapes cannot be multiplied"),
+    ([NET], "--input is needed: Small has no example_input_array"),
+    ([NET, "--input", "3,8", "--depth", "-1"], "--depth must be a whole number >= 0, got -1"),
+    ([NET, "--input", "3xx8"], "whole numbers with commas"),
+    ([NET, "--input", "3,8", "--dtype", "float23"], "must be a torch dtype"),
+    (["Small", "--input", "3,8"], "must be MODULE:NAME"),
+    ([f"{__name__}:Large", "--input", "3,8"], "has no attribute 'Large'"),
+    (["no_such_module:Net", "--input", "3,8"], "No module named 'no_such_module'"),
+    (["math:pi", "--input", "3,8"], "is not callable"),
+    (["builtins:dict", "--input", "3,8"], "is neither a torch.nn.Module nor"),
+    ([NET, "--input", "3,8", "--backend", "thop", "--backward"], "thop has no rules for a backward pass"),
 )
 def test_bad_arguments(arguments, words, capsys):
     with pytest.raises(SystemExit) as stopped:

@@ -4,7 +4,6 @@ import copy
 import math
 import subprocess
 import sys
-import warnings
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count
 
 from lightning_tricks import count_flops
 from lightning_tricks.flops.core.operator_counter import find_rule
+from tests.small import cases, without_warnings
 
 _SIZE = st.integers(1, 9)
 _FEW = settings(max_examples=8, deadline=None)
@@ -25,8 +25,6 @@ _MEAN = torch.ones(8)
 
 
 class Calls(nn.Module):
-    """A module that calls a function."""
-
     def __init__(self, function):
         super().__init__()
         self.function = function
@@ -224,8 +222,7 @@ def test_a_tensor_outside_of_the_model_needs_no_data():
 
 
 def test_quantized_and_sparse_weights():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with without_warnings():
         quantized = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(8, 4)), {nn.Linear})
         for out in (1, 2):
             quantize = torch.ao.nn.quantized.Quantize(0.1, 0, torch.quint8)
@@ -233,8 +230,7 @@ def test_quantized_and_sparse_weights():
             assert count_flops(convolution, torch.zeros(1, 3, 8, 8)).macs == 6 * 6 * out * 27
     assert count_flops(quantized, torch.empty(2, 8)).macs == 64
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "in beta state"
+    with without_warnings():  # "in beta state"
         sparse = torch.eye(8).to_sparse_csr()
     assert count_flops(Calls(lambda x: sparse @ x), torch.empty(8, 3)).macs == 24
 
@@ -377,9 +373,7 @@ def test_a_module_that_calls_itself_counts_once(depth):
     assert count_flops(model.inner, (torch.empty(3, 8), depth)).rows[0].calls == depth
 
 
-@pytest.mark.parametrize(
-    "kind", ["flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"]
-)
+@cases("kind", "flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
 def test_fused_attention_whose_values_have_another_size(kind):
     """Values wider than queries, more keys than queries: against torch's formulas, of which a MAC is two."""
     query, key, value = (torch.empty(2, 3, *size, device="meta") for size in ((4, 8), (7, 8), (7, 16)))
@@ -409,8 +403,6 @@ def test_an_exception_that_the_model_handles():
 
 
 class TestInputs:
-    """What `inputs` can be."""
-
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
@@ -474,8 +466,6 @@ def test_bad_arguments():
 
 
 class TestCustomOps:
-    """Rules that the user gives."""
-
     def test_by_operator(self):
         with torch.library._scoped_library("tricks_test", "FRAGMENT") as library:
             library.define("twice(Tensor x) -> Tensor")

@@ -12,13 +12,12 @@ with warnings.catch_warnings():
     import thop
 
 from lightning_tricks import count_flops
+from tests.small import cases
 
 torchvision = pytest.importorskip("torchvision")
 
 
-@pytest.mark.parametrize(
-    "name", ["alexnet", "resnet18", "mobilenet_v2", "squeezenet1_1", "shufflenet_v2_x0_5", "vit_b_32"]
-)
+@cases("name", "alexnet", "resnet18", "mobilenet_v2", "squeezenet1_1", "shufflenet_v2_x0_5", "vit_b_32")
 def test_parity(name):
     size = 224 if name.startswith("vit") else 64
     model, image = torchvision.models.get_model(name), torch.randn(1, 3, size, size)

@@ -42,8 +42,6 @@ class Project:
 def of(
     package: str, *needs: str, other_import: bool = False, note: str = ""
 ) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
-    """Enter a script in the table."""
-
     def enter(script: Callable[[Any], None]) -> Callable[[Any], None]:
         SCRIPTS[script.__name__] = Project(script, package, needs, other_import, note)
         return script

@@ -88,7 +88,6 @@ def examine(name: str, folder: Path) -> dict[str, Any]:
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """Return the results in Markdown."""
     head = "project", "version", "module", "steps", "same with the callbacks", "stopped twice, resumed at: same"
     lines = [" | ".join((*head, "host reads of an epoch: bare, with"))]
     lines.append(" | ".join("---" for _ in lines[0].split(" | ")))

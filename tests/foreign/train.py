@@ -38,8 +38,6 @@ class Names(Callback):
 
 
 class Observed(Job):
-    """Notes the module that is trained."""
-
     module = ""
 
     def probes(self) -> list[Callback]:

@@ -9,6 +9,7 @@ import pytest
 from tests.contract.cases import CASES
 from tests.documents.generated import support_page
 from tests.gpu.run import RESULT, ROOT, column
+from tests.small import cases
 
 
 def _run(*arguments):
@@ -27,9 +28,7 @@ def test_the_dry_run_writes_what_it_found(tmp_path):
     assert found["all_gpus"] == "passed"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"), [((), "torch sees no CUDA device here"), (("--dry",), "is no evidence")]
-)
+@cases("arguments, words", ((), "torch sees no CUDA device here"), (("--dry",), "is no evidence"))
 def test_nothing_else_is_written_without_a_gpu(arguments, words):
     done = _run(*arguments)
     assert done.returncode == 2

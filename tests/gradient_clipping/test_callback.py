@@ -3,7 +3,6 @@
 import csv
 import math
 import types
-import warnings
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_no
 from lightning_tricks import GradientClipping
 from tests.contract.checks import assert_same_run
 from tests.contract.lab import SETTINGS, identical_copies
-from tests.small import QUIET, HostReads, Net, loader, same
+from tests.small import QUIET, HostReads, Net, cases, loader, recorded_warnings, same
 
 
 def _steps(callback):
@@ -201,16 +200,16 @@ def test_clips_by_the_norm_it_is_given(lab, norm_type):
 @pytest.mark.filterwarnings("ignore:.*barebones")
 def test_says_nothing_to_a_barebones_trainer():
     trainer = Trainer(barebones=True, max_epochs=1, accelerator="cpu", callbacks=[GradientClipping(0.5)])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded_warnings() as caught:
         trainer.fit(Net(), loader())
     assert not [w for w in caught if "self.log" in str(w.message)]
     assert _steps(trainer.callbacks[0]) == {0: 10}
 
 
-@pytest.mark.parametrize(
-    ("strategy", "remedy"),
-    [(FSDPStrategy, "use ModelParallelStrategy"), (DeepSpeedStrategy, "`gradient_clipping` in DeepSpeed's own")],
+@cases(
+    "strategy, remedy",
+    (FSDPStrategy, "use ModelParallelStrategy"),
+    (DeepSpeedStrategy, "`gradient_clipping` in DeepSpeed's own"),
 )
 def test_refuses_strategies_that_hide_gradients(strategy, remedy):
     # neither strategy can be made on a machine without a GPU: the Trainer is a mock, the strategy's type is real

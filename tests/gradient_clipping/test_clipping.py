@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_tricks.gradient_clipping import clip_grad_norm_, clip_grads_with_norm_, gradient_norms
-from tests.small import HostReads
+from tests.small import HostReads, cases
 
 _NORM_TYPES = [1.0, 2.0, 3.0, 0.5, math.inf]
 
@@ -92,9 +92,7 @@ def test_infinite_max_norm_touches_nothing():
         assert torch.equal(parameter.grad.view(torch.int32), gradient.view(torch.int32))
 
 
-@pytest.mark.parametrize(
-    "parameters", [[], iter(()), [torch.zeros(3, requires_grad=True)]], ids=["list", "iterator", "parameter"]
-)
+@cases("parameters", [], iter(()), [torch.zeros(3, requires_grad=True)], ids=["list", "iterator", "parameter"])
 def test_nothing_to_clip(parameters):
     assert clip_grad_norm_(parameters, 1.0).item() == 0.0
 

@@ -22,7 +22,7 @@ from lightning_tricks.gradient_clipping import (
 )
 from tests.contract.checks import assert_same_run
 from tests.contract.lab import SETTINGS, full, gradient_norm
-from tests.small import HostReads, Net, same
+from tests.small import HostReads, Net, cases, same
 
 _METHODS = {
     "value": ClipValue(0.01),
@@ -122,9 +122,7 @@ def _check(kind, method, before, after, tolerance):
 _NEUTRAL = (ClipValue(math.inf), AGC(math.inf), PercentileClip(100), ZScoreClip(z=math.inf))
 
 
-@pytest.mark.parametrize(
-    ("setting", "method"), [*(("fp16 fused", method) for method in _NEUTRAL), ("FSDP2", AGC(math.inf))], ids=str
-)
+@cases("setting, method", *(("fp16 fused", method) for method in _NEUTRAL), ("FSDP2", AGC(math.inf)), ids=str)
 def test_neutral_values_are_absence(lab, method, setting):
     chosen = SETTINGS[setting]
     assert_same_run(lab.fit([GradientClipping(method=method)], chosen), lab.fit_bare(chosen))
@@ -161,13 +159,11 @@ def test_reports_what_the_patterns_match(lab, lightning_log):
     assert "the rest" not in said
 
 
-@pytest.mark.parametrize(
-    ("groups", "pattern"),
-    [
-        ({"nett.*": 0.1}, r"nett\.\*"),
-        ({"net.*": 0.1, "net.0.*": 0.2}, r"net\.0\.\*"),
-        ({"net.0.*": AGC(exclude="head.*")}, r"head\.\*"),
-    ],
+@cases(
+    "groups, pattern",
+    ({"nett.*": 0.1}, r"nett\.\*"),
+    ({"net.*": 0.1, "net.0.*": 0.2}, r"net\.0\.\*"),
+    ({"net.0.*": AGC(exclude="head.*")}, r"head\.\*"),
 )
 def test_refuses_patterns_that_match_nothing(lab, groups, pattern):
     with pytest.raises(MisconfigurationException, match=f"pattern '{pattern}' matches none of the 6 parameters"):
@@ -196,39 +192,35 @@ def test_groups_find_parameters_that_are_added_later(lab):
     assert seen["norm"] <= 1e-3 * (1 + 1e-4)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ({"method": AGC(), "max_norm": 1.0}, ValueError, "max_norm=1.0 and method=AGC.* choose one"),
-        ({"method": 0.5}, TypeError, r"method must be a ClipMethod such as AGC\(0.01\).*got 0.5"),
-        ({"groups": {"net.*": -1}}, ValueError, r"groups\['net.\*'\] must be a number > 0 .*got -1"),
-        ({"groups": {"re:(": 1.0}}, ValueError, r"pattern 're:\(' is not a regular expression"),
-        ({"groups": [("net", 1.0)]}, TypeError, "groups must be a dict"),
-        ({"on_nonfinite": "skipp"}, ValueError, "on_nonfinite must be one of ignore, skip, raise.*Did you mean 'skip'"),
-        ({"max_consecutive_skips": 3}, ValueError, "max_consecutive_skips=3 needs on_nonfinite=\"skip\", got 'ignore'"),
-        ({"hold_lr_on_skip": True}, ValueError, 'needs on_nonfinite="skip"'),
-        ({"on_nonfinite": "skip", "max_consecutive_skips": 0}, ValueError, "max_consecutive_skips must be .*>= 1"),
-    ],
+@cases(
+    "arguments, error, words",
+    ({"method": AGC(), "max_norm": 1.0}, ValueError, "max_norm=1.0 and method=AGC.* choose one"),
+    ({"method": 0.5}, TypeError, r"method must be a ClipMethod such as AGC\(0.01\).*got 0.5"),
+    ({"groups": {"net.*": -1}}, ValueError, r"groups\['net.\*'\] must be a number > 0 .*got -1"),
+    ({"groups": {"re:(": 1.0}}, ValueError, r"pattern 're:\(' is not a regular expression"),
+    ({"groups": [("net", 1.0)]}, TypeError, "groups must be a dict"),
+    ({"on_nonfinite": "skipp"}, ValueError, "on_nonfinite must be one of ignore, skip, raise.*Did you mean 'skip'"),
+    ({"max_consecutive_skips": 3}, ValueError, "max_consecutive_skips=3 needs on_nonfinite=\"skip\", got 'ignore'"),
+    ({"hold_lr_on_skip": True}, ValueError, 'needs on_nonfinite="skip"'),
+    ({"on_nonfinite": "skip", "max_consecutive_skips": 0}, ValueError, "max_consecutive_skips must be .*>= 1"),
 )
 def test_refuses_bad_arguments(arguments, error, words):
     with pytest.raises(error, match=words):
         GradientClipping(**arguments)
 
 
-@pytest.mark.parametrize(
-    ("method", "arguments"),
-    [
-        (ClipValue, {"clip_value": 0}),
-        (AGC, {"clip_factor": -0.1}),
-        (AGC, {"eps": 0}),
-        (AGC, {"exclude": "re:["}),
-        (PercentileClip, {"percentile": 101}),
-        (PercentileClip, {"percentile": 0}),
-        (PercentileClip, {"history": 0}),
-        (ZScoreClip, {"z": 0}),
-        (ZScoreClip, {"decay": 1.5}),
-        (ZScoreClip, {"warmup_steps": 0}),
-    ],
+@cases(
+    "method, arguments",
+    (ClipValue, {"clip_value": 0}),
+    (AGC, {"clip_factor": -0.1}),
+    (AGC, {"eps": 0}),
+    (AGC, {"exclude": "re:["}),
+    (PercentileClip, {"percentile": 101}),
+    (PercentileClip, {"percentile": 0}),
+    (PercentileClip, {"history": 0}),
+    (ZScoreClip, {"z": 0}),
+    (ZScoreClip, {"decay": 1.5}),
+    (ZScoreClip, {"warmup_steps": 0}),
 )
 def test_methods_refuse_bad_values(method, arguments):
     ((name, value),) = arguments.items()

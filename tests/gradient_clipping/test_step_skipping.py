@@ -15,7 +15,7 @@ from lightning_tricks.gradient_clipping import skip_step_, skip_step_on_device_,
 from lightning_tricks.gradient_clipping.core.clip_state import ClipState, StepCounts
 from lightning_tricks.gradient_clipping.core.methods import ClipResult
 from tests.contract.lab import SETTINGS, full
-from tests.small import HostReads, Net, real_fp16, same
+from tests.small import HostReads, Net, cases, real_fp16, same
 
 _OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1),
@@ -128,15 +128,13 @@ def test_skips_in_every_setting(lab, setting):
     assert all(same(rank.weights, ranks[0].weights) for rank in ranks)
 
 
-@pytest.mark.parametrize(
-    ("setting", "value", "layer"),
-    [
-        ("fp32", math.nan, "net.0.weight"),
-        ("fp32", -math.inf, "net.4.bias"),
-        ("bf16 fused", math.inf, "net.4.bias"),
-        ("FSDP2", math.nan, "net.4.bias"),
-        ("FSDP2", math.inf, "net.0.weight"),
-    ],
+@cases(
+    "setting, value, layer",
+    ("fp32", math.nan, "net.0.weight"),
+    ("fp32", -math.inf, "net.4.bias"),
+    ("bf16 fused", math.inf, "net.4.bias"),
+    ("FSDP2", math.nan, "net.4.bias"),
+    ("FSDP2", math.inf, "net.0.weight"),
 )
 def test_one_bad_value_anywhere_is_enough(lab, setting, value, layer):
     callbacks = [_Spoils(layer, value), GradientClipping(on_nonfinite="skip"), _Expects(2)]

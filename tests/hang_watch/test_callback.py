@@ -15,7 +15,7 @@ from lightning_tricks import HangWatch
 from lightning_tricks.cli import main
 from lightning_tricks.hang_watch import compare_ranks
 from lightning_tricks.hang_watch.functional import RankRecord, read_record
-from tests.small import QUIET, EvaluatedNet, loader
+from tests.small import QUIET, EvaluatedNet, cases, loader
 
 
 def fit(callbacks, module=None, **trainer):
@@ -36,17 +36,15 @@ class Lasts(Callback):
             time.sleep(self.seconds)
 
 
-@pytest.mark.parametrize(
-    ("timeout", "seconds"),
-    [
-        ("10 minutes", 600),
-        ("1 minute", 60),
-        ("1.5 Hours", 5400),
-        (" 90  seconds ", 90),
-        (timedelta(hours=1), 3600),
-        ({"minutes": 2, "seconds": 3}, 123),
-        ("100000 weeks", TIMEOUT_MAX),
-    ],
+@cases(
+    "timeout, seconds",
+    ("10 minutes", 600),
+    ("1 minute", 60),
+    ("1.5 Hours", 5400),
+    (" 90  seconds ", 90),
+    (timedelta(hours=1), 3600),
+    ({"minutes": 2, "seconds": 3}, 123),
+    ("100000 weeks", TIMEOUT_MAX),
 )
 def test_times(timeout, seconds):
     watch = HangWatch(timeout)
@@ -54,24 +52,22 @@ def test_times(timeout, seconds):
     assert watch._seconds == seconds
 
 
-@pytest.mark.parametrize(
-    "timeout", ["10", "ten minutes", "10 parsecs", "", "0 seconds", "-1 minutes", "nan hours", "inf hours", "10minutes"]
+@cases(
+    "timeout", "10", "ten minutes", "10 parsecs", "", "0 seconds", "-1 minutes", "nan hours", "inf hours", "10minutes"
 )
 def test_texts_that_are_no_time(timeout):
     with pytest.raises(ValueError, match="timeout must be a time such as '10 minutes' or '90 seconds', got "):
         HangWatch(timeout)
 
 
-@pytest.mark.parametrize(
-    ("timeout", "words"),
-    [
-        (10, "timeout must be a timedelta or a dict of its arguments"),
-        (None, "got None"),
-        ({"minute": 1}, "timeout takes no 'minute'.*Did you mean 'minutes'"),
-        ({"minutes": "1"}, "got {'minutes': '1'}"),
-        (timedelta(0), "timeout must be positive"),
-        ({"hours": float("nan")}, "timeout must be a timedelta or a dict.*nan"),
-    ],
+@cases(
+    "timeout, words",
+    (10, "timeout must be a timedelta or a dict of its arguments"),
+    (None, "got None"),
+    ({"minute": 1}, "timeout takes no 'minute'.*Did you mean 'minutes'"),
+    ({"minutes": "1"}, "got {'minutes': '1'}"),
+    (timedelta(0), "timeout must be positive"),
+    ({"hours": float("nan")}, "timeout must be a timedelta or a dict.*nan"),
 )
 def test_other_values_that_are_no_time(timeout, words):
     with pytest.raises((TypeError, ValueError), match=words):
@@ -86,9 +82,8 @@ def test_hooks_that_move_give_no_alarm(tmp_path):
 
 
 def test_a_long_step_leaves_its_stacks_and_a_warning(tmp_path, capsys):
-    with pytest.warns(
-        UserWarning, match=r"the run stood still for [2-9] s and now continues; `lightning-tricks hang .*hang` shows"
-    ):
+    words = r"the run stood still for [2-9] s and now continues; `lightning-tricks hang .*hang` shows"
+    with pytest.warns(UserWarning, match=words):
         fit([HangWatch("1 second", tmp_path / "hang"), Lasts("on_validation_batch_start", 1.6)])
     stacks = (tmp_path / "hang" / "rank0.stacks").read_text(encoding="utf-8")
     assert "in wait\n" in stacks

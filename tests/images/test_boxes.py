@@ -22,7 +22,7 @@ from lightning_tricks.images.functional import BLUE, ORANGE, concat_samples, ran
 from lightning_tricks.run_report import read_record
 from tests.emulated_cuda.device import EmulatedCuda
 from tests.images.test_callback import trainer
-from tests.small import QUIET, Net
+from tests.small import QUIET, Net, cases
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using `DistributedSampler`")
 vision = pytest.importorskip("torchvision")
@@ -77,14 +77,12 @@ def test_all_that_is_no_outline_is_left_and_each_image_has_its_own_boxes(channel
     assert torch.equal(drawn[1], base[1])
 
 
-@pytest.mark.parametrize(
-    ("boxes", "options", "words"),
-    [
-        ([torch.zeros(1, 4)], {}, r"boxes must be 2 tensors of shape \(M, 4\), got the shapes \[\(1, 4\)\]"),
-        ([torch.zeros(4), torch.zeros(0, 4)], {}, r"got the shapes \[\(4,\), \(0, 4\)\]"),
-        ([torch.zeros(1, 5), torch.zeros(0, 4)], {}, r"\(1, 5\)"),
-        ([torch.zeros(1, 4)] * 2, {"width": 0}, "width must be a whole number >= 1"),
-    ],
+@cases(
+    "boxes, options, words",
+    ([torch.zeros(1, 4)], {}, r"boxes must be 2 tensors of shape \(M, 4\), got the shapes \[\(1, 4\)\]"),
+    ([torch.zeros(4), torch.zeros(0, 4)], {}, r"got the shapes \[\(4,\), \(0, 4\)\]"),
+    ([torch.zeros(1, 5), torch.zeros(0, 4)], {}, r"\(1, 5\)"),
+    ([torch.zeros(1, 4)] * 2, {"width": 0}, "width must be a whole number >= 1"),
 )
 def test_what_are_no_boxes_is_refused(boxes, options, words):
     with pytest.raises(ValueError, match=words):
@@ -150,8 +148,6 @@ def of_image(number):
 
 
 class Detects(Net):
-    """Detects one object in each image."""
-
     as_list = False
 
     def step(self, batch, batch_idx):
@@ -260,23 +256,18 @@ def test_several_ranks_show_the_worst_of_all(tmp_path):
     assert [re.findall(r"and (\d+) more", caption) for caption in part.captions] == [["8"], ["7"]]
 
 
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        (
-            {"preds": [{}] * 4},
-            "preds of val is a list: return a tensor, or dicts with boxes and labels, or give output",
-        ),
-        ({"target": [{"boxes": torch.zeros(1, 4)}] * 4}, "preds of val is a list"),
-        ({"preds": torch.zeros(4)}, "target of val is a list"),
-        (
-            {"preds": [{**of_image(0)[0], "boxes": torch.zeros(2, 5)}] * 4},
-            r"boxes \(M, 4\), labels \(M,\) and.* give output_transform",
-        ),
-        ({"preds": [{**of_image(0)[0], "labels": torch.zeros(3)}] * 4}, r"for each image of val: boxes \(M, 4\)"),
-        ({"target": [{"boxes": [[0, 0, 1, 1]], "labels": [1]}] * 4}, "ImageLogger needs tensors for each image of val"),
-        ({"preds": [of_image(0)[0]] * 3}, r"one prediction for each image.*images \(4, 3, 16, 16\), preds \(3, 2, 6\)"),
-    ],
+@cases(
+    "changed, words",
+    ({"preds": [{}] * 4}, "preds of val is a list: return a tensor, or dicts with boxes and labels, or give output"),
+    ({"target": [{"boxes": torch.zeros(1, 4)}] * 4}, "preds of val is a list"),
+    ({"preds": torch.zeros(4)}, "target of val is a list"),
+    (
+        {"preds": [{**of_image(0)[0], "boxes": torch.zeros(2, 5)}] * 4},
+        r"boxes \(M, 4\), labels \(M,\) and.* give output_transform",
+    ),
+    ({"preds": [{**of_image(0)[0], "labels": torch.zeros(3)}] * 4}, r"for each image of val: boxes \(M, 4\)"),
+    ({"target": [{"boxes": [[0, 0, 1, 1]], "labels": [1]}] * 4}, "ImageLogger needs tensors for each image of val"),
+    ({"preds": [of_image(0)[0]] * 3}, r"one prediction for each image.*images \(4, 3, 16, 16\), preds \(3, 2, 6\)"),
 )
 def test_what_are_no_boxes_of_images_is_refused_with_the_remedy(tmp_path, changed, words):
     read = ImageLogger(2, output_transform=lambda outputs, batch, stage: {**outputs, **changed})

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tricks import ImageLogger
-from tests.small import QUIET, Net
+from tests.small import QUIET, Net, cases
 
 PIXELS = torch.rand(24, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 LABELS = torch.arange(24) % 10
@@ -144,18 +144,16 @@ class _Returns(Images):
         return self.outputs
 
 
-@pytest.mark.parametrize(
-    ("outputs", "images", "words"),
-    [
-        ({"preds": 1}, PIXELS, "needs preds and target of each step of val, but got preds: return a dict"),
-        (
-            {"preds": LABELS[:4], "target": LABELS[:4]},
-            PIXELS[:, 0, 0],
-            r"no images of shape .* which holds \(4, 8\), \(4,\)",
-        ),
-        ({"preds": LABELS[:3], "target": LABELS[:4]}, PIXELS, r"one prediction for each image.*preds \(3,\)"),
-        ({"preds": LABELS[:4], "target": LABELS[:4]}, PIXELS * 300, "divide by 255|denormalize"),
-    ],
+@cases(
+    "outputs, images, words",
+    ({"preds": 1}, PIXELS, "needs preds and target of each step of val, but got preds: return a dict"),
+    (
+        {"preds": LABELS[:4], "target": LABELS[:4]},
+        PIXELS[:, 0, 0],
+        r"no images of shape .* which holds \(4, 8\), \(4,\)",
+    ),
+    ({"preds": LABELS[:3], "target": LABELS[:4]}, PIXELS, r"one prediction for each image.*preds \(3,\)"),
+    ({"preds": LABELS[:4], "target": LABELS[:4]}, PIXELS * 300, "divide by 255|denormalize"),
 )
 def test_a_bad_first_batch_is_refused_in_words(tmp_path, outputs, images, words):
     with pytest.raises(MisconfigurationException, match=words):
@@ -170,17 +168,15 @@ def test_a_step_that_returns_nothing_to_show_warns_once(tmp_path, outputs, what)
     assert not pictures(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ({"n": 0}, ValueError, "n must be a whole number >= 1, got 0"),
-        ({"every_n_epochs": 1.5}, TypeError, "every_n_epochs must be a whole number"),
-        ({"mean": [0.5]}, ValueError, "mean and std belong together"),
-        ({"shape": [8, 8]}, ValueError, r"shape must be \(channels, height, width\)"),
-        ({"stages": "val"}, TypeError, "stages must be a list of names, got 'val'"),
-        ({"stages": ["valid"]}, ValueError, "stages must be one of train, val, test"),
-        ({"output_transform": 3}, TypeError, "output_transform must be a function"),
-    ],
+@cases(
+    "arguments, error, words",
+    ({"n": 0}, ValueError, "n must be a whole number >= 1, got 0"),
+    ({"every_n_epochs": 1.5}, TypeError, "every_n_epochs must be a whole number"),
+    ({"mean": [0.5]}, ValueError, "mean and std belong together"),
+    ({"shape": [8, 8]}, ValueError, r"shape must be \(channels, height, width\)"),
+    ({"stages": "val"}, TypeError, "stages must be a list of names, got 'val'"),
+    ({"stages": ["valid"]}, ValueError, "stages must be one of train, val, test"),
+    ({"output_transform": 3}, TypeError, "output_transform must be a function"),
 )
 def test_wrong_arguments_are_refused(arguments, error, words):
     with pytest.raises(error, match=words):

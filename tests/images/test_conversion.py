@@ -9,6 +9,7 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from lightning_tricks.images import denormalize, image_grid, to_numpy, to_pil, to_tensor
 from lightning_tricks.images.functional import concat_samples, rank_predictions
+from tests.small import cases
 
 FEW = settings(max_examples=40, deadline=None, derandomize=True)
 SIDES = st.integers(1, 9)
@@ -97,26 +98,24 @@ def test_a_transparent_palette_keeps_its_alpha():
     assert to_tensor(image, torch.uint8)[:, 0].T.tolist() == [[255, 0, 0, 0], [0, 255, 0, 255]]
 
 
-@pytest.mark.parametrize(
-    ("image", "error", "words"),
-    [
-        (
-            torch.rand(5, 6, 3),
-            ValueError,
-            r"got \(5, 6, 3\)\. The channels seem to be in another dimension: call permute\(2, 0, 1\)",
-        ),
-        (np.zeros((3, 4, 6), np.uint8), ValueError, r"in another dimension: call transpose\(1, 2, 0\)"),
-        (torch.rand(4, 6), ValueError, r"Images in a tensor must have the shape \(C, H, W\)"),
-        (torch.rand(3, 0, 4), ValueError, "An image must have at least one pixel"),
-        (torch.rand(3, 4, 4) * 255, ValueError, r"to 2\d.*: divide by 255"),
-        (torch.linspace(-1, 1, 48).view(3, 4, 4), ValueError, r"got -1 to 1: denormalize"),
-        (torch.randn(3, 9, 9), ValueError, r"in \[0, 1\], got -.* denormalize\(images, mean, std\)"),
-        (torch.full((3, 4, 4), torch.nan), ValueError, r"in \[0, 1\], got nan"),
-        (torch.zeros(3, 4, 4, dtype=torch.int64), TypeError, r"got int64: convert them with \.to\(torch\.uint8\)"),
-        (Image.new("F", (2, 2)), ValueError, "mode 'F' does not define which value is white"),
-        ("cat.png", TypeError, "must be a tensor, an array or a PIL image, got 'cat.png'"),
-        (3, TypeError, r"got 3 \(int\)"),
-    ],
+@cases(
+    "image, error, words",
+    (
+        torch.rand(5, 6, 3),
+        ValueError,
+        r"got \(5, 6, 3\)\. The channels seem to be in another dimension: call permute\(2, 0, 1\)",
+    ),
+    (np.zeros((3, 4, 6), np.uint8), ValueError, r"in another dimension: call transpose\(1, 2, 0\)"),
+    (torch.rand(4, 6), ValueError, r"Images in a tensor must have the shape \(C, H, W\)"),
+    (torch.rand(3, 0, 4), ValueError, "An image must have at least one pixel"),
+    (torch.rand(3, 4, 4) * 255, ValueError, r"to 2\d.*: divide by 255"),
+    (torch.linspace(-1, 1, 48).view(3, 4, 4), ValueError, r"got -1 to 1: denormalize"),
+    (torch.randn(3, 9, 9), ValueError, r"in \[0, 1\], got -.* denormalize\(images, mean, std\)"),
+    (torch.full((3, 4, 4), torch.nan), ValueError, r"in \[0, 1\], got nan"),
+    (torch.zeros(3, 4, 4, dtype=torch.int64), TypeError, r"got int64: convert them with \.to\(torch\.uint8\)"),
+    (Image.new("F", (2, 2)), ValueError, "mode 'F' does not define which value is white"),
+    ("cat.png", TypeError, "must be a tensor, an array or a PIL image, got 'cat.png'"),
+    (3, TypeError, r"got 3 \(int\)"),
 )
 def test_what_is_no_image_is_refused_in_words(image, error, words):
     with pytest.raises(error, match=words):

@@ -12,7 +12,7 @@ from lightning_tricks import ImageLogger, RunReport
 from lightning_tricks.images import overlay_masks
 from lightning_tricks.images.functional import class_colors
 from tests.images.test_callback import Images, loader, trainer
-from tests.small import QUIET
+from tests.small import QUIET, cases
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using `DistributedSampler`")
 
@@ -62,14 +62,12 @@ def test_bytes_and_masks_of_another_size():
     assert torch.equal(overlay_masks(images, small, ignore_index=255), expected)
 
 
-@pytest.mark.parametrize(
-    ("masks", "options", "words"),
-    [
-        (torch.zeros(2, 8, 8), {}, r"masks must be 2 times classes of shape \(H, W\), got float32 \(2, 8, 8\)"),
-        (torch.zeros(3, 8, 8, dtype=torch.long), {}, r"got int64 \(3, 8, 8\)"),
-        (torch.zeros(2, 1, 8, 8, dtype=torch.long), {}, r"got int64 \(2, 1, 8, 8\)"),
-        (torch.zeros(2, 8, 8, dtype=torch.long), {"opacity": 2}, "opacity must be in"),
-    ],
+@cases(
+    "masks, options, words",
+    (torch.zeros(2, 8, 8), {}, r"masks must be 2 times classes of shape \(H, W\), got float32 \(2, 8, 8\)"),
+    (torch.zeros(3, 8, 8, dtype=torch.long), {}, r"got int64 \(3, 8, 8\)"),
+    (torch.zeros(2, 1, 8, 8, dtype=torch.long), {}, r"got int64 \(2, 1, 8, 8\)"),
+    (torch.zeros(2, 8, 8, dtype=torch.long), {"opacity": 2}, "opacity must be in"),
 )
 def test_what_is_no_mask_is_refused(masks, options, words):
     with pytest.raises(ValueError, match=words):

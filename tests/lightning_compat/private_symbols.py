@@ -24,7 +24,6 @@ _PRIVATE = re.compile(r"_[A-Za-z]\w+")
 
 
 def names_in_source(root: Path, folders: Iterable[str]) -> set[str]:
-    """The private names in the source of a library."""
     files = (file for folder in folders for file in (root / folder).rglob("*.py"))
     return {name for file in files for name in re.findall(r"\b_[A-Za-z]\w+\b", file.read_text(encoding="utf-8"))}
 
@@ -71,7 +70,6 @@ def used() -> dict[str, list[str]]:
 
 
 def text() -> str:
-    """The list, as it is committed."""
     return "".join(f"{name}: {', '.join(files)}\n" for name, files in used().items())
 
 

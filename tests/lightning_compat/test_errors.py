@@ -7,7 +7,7 @@ from lightning.pytorch import Trainer
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from lightning_tricks._lightning_compat.observers import observe_errors
-from tests.small import QUIET, EvaluatedNet, Hooks, loader
+from tests.small import QUIET, EvaluatedNet, Hooks, cases, loader
 
 
 class _Fails(EvaluatedNet):
@@ -50,17 +50,15 @@ def _observes(folder):
     return Hooks(setup=setup, teardown=lambda *_, **__: installed.close(), on_exception=lambda *_: installed.close())
 
 
-@pytest.mark.parametrize(
-    ("function", "where", "options", "count"),
-    [
-        ("fit", "train", {}, 1),
-        ("fit", "val", {}, 2),  # by the loop of validation, and by the one around it
-        ("fit", "val", {"num_sanity_val_steps": 1}, 1),
-        ("fit", "setup", {}, 1),
-        ("validate", "val", {}, 1),
-        ("test", "val", {}, 1),
-        ("predict", "predict", {}, 1),
-    ],
+@cases(
+    "function, where, options, count",
+    ("fit", "train", {}, 1),
+    ("fit", "val", {}, 2),  # by the loop of validation, and by the one around it
+    ("fit", "val", {"num_sanity_val_steps": 1}, 1),
+    ("fit", "setup", {}, 1),
+    ("validate", "val", {}, 1),
+    ("test", "val", {}, 1),
+    ("predict", "predict", {}, 1),
 )
 def test_errors_of_each_loop(tmp_path, function, where, options, count):
     trainer = Trainer(max_epochs=1, callbacks=[_observes(tmp_path)], **{**QUIET, **options})

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_tricks._lightning_compat.logged_values import epoch_end_step, observe_log_calls
 from lightning_tricks._lightning_compat.observers import observe_fetches, observe_iterators
-from tests.small import BATCHES, QUIET, EvaluatedNet, Hooks, Net, digits, fit, loader
+from tests.small import BATCHES, QUIET, EvaluatedNet, Hooks, Net, cases, digits, fit, loader
 
 VAL, TEST = 3, 2
 _STEPS = {
@@ -63,9 +63,7 @@ def test_fetches_of_a_fit_with_validation():
     assert all("_on_before_fetch" not in vars(loop) for loop in loops)
 
 
-@pytest.mark.parametrize(
-    ("function", "stage", "count"), [("validate", "val", VAL), ("test", "test", TEST), ("predict", "predict", BATCHES)]
-)
+@cases("function, stage, count", ("validate", "val", VAL), ("test", "test", TEST), ("predict", "predict", BATCHES))
 def test_fetches_of_a_stage_alone(function, stage, count):
     assert _run(function, loader())[0] == _expected(stage, count)
 

@@ -35,7 +35,7 @@ from lightning_tricks._lightning_compat import (
     results,
 )
 from lightning_tricks._lightning_compat.trainer import is_compiled_by_lightning, model_averager
-from tests.small import BATCHES, QUIET, EvaluatedNet, Hooks, Net, digits, loader
+from tests.small import BATCHES, QUIET, EvaluatedNet, Hooks, Net, cases, digits, loader
 from tests.small import fit as train
 
 
@@ -54,14 +54,12 @@ class _Data(LightningDataModule):
         return DataLoader(digits(), self.hparams.batch_size)
 
 
-@pytest.mark.parametrize(
-    ("options", "steps"),
-    [
-        ({"log_every_n_steps": 3}, [2, 5, 8]),
-        ({"log_every_n_steps": 0}, []),
-        # after the batch that steps, not after every batch
-        ({"log_every_n_steps": 2, "accumulate_grad_batches": 2}, [1, 3]),
-    ],
+@cases(
+    "options, steps",
+    ({"log_every_n_steps": 3}, [2, 5, 8]),
+    ({"log_every_n_steps": 0}, []),
+    # after the batch that steps, not after every batch
+    ({"log_every_n_steps": 2, "accumulate_grad_batches": 2}, [1, 3]),
 )
 def test_logs_at_this_step(options, steps):
     def ask(trainer, *_):
@@ -91,28 +89,26 @@ def test_repeats_worker_seeds(monkeypatch, version, expected):
     assert loaders.repeats_worker_seeds() is expected
 
 
-@pytest.mark.parametrize(
-    ("call", "trick"),
-    [
-        (lambda unknown: logged_values.logs_at_this_step(unknown), "logging at the logger's interval"),
-        (lambda unknown: logged_values.log_step_values(unknown, "Trick", {}), "logging by Trick"),
-        (lambda unknown: logged_values.observe_logged_values(unknown, print).__enter__(), "RunReport"),
-        (lambda unknown: hyperparameters.hyperparameters_for_loggers(unknown), "SeedEverything's record"),
-        (lambda unknown: hyperparameters.replace_hyperparameter(unknown, "x", 1), "TricksMixin.save_hyperparameters"),
-        (
-            lambda unknown: loaders.replaced_train_loaders(unknown, None, list).__enter__(),
-            "an ensemble whose members see the samples",
-        ),
-        (lambda unknown: loaders.predict_loaders_prepared(unknown, print).__enter__(), "PredictionWriter"),
-        (lambda unknown: loaders.uses_distributed_sampler(unknown), "an ensemble on multiple ranks"),
-        (lambda unknown: ddp.rewrap_ddp(unknown), "a callback or an ensemble that changes which parameters train"),
-        (lambda unknown: ddp.syncs_batchnorm(unknown), "an ensemble with stacked BatchNorm layers"),
-        (lambda unknown: loaders.request_train_loaders(unknown), "an ensemble that looks at the data before a fit"),
-        (
-            lambda unknown: loaders.changing_train_loader(unknown, None, list, bool).__enter__(),
-            "an ensemble that is trained in folds",
-        ),
-    ],
+@cases(
+    "call, trick",
+    (lambda unknown: logged_values.logs_at_this_step(unknown), "logging at the logger's interval"),
+    (lambda unknown: logged_values.log_step_values(unknown, "Trick", {}), "logging by Trick"),
+    (lambda unknown: logged_values.observe_logged_values(unknown, print).__enter__(), "RunReport"),
+    (lambda unknown: hyperparameters.hyperparameters_for_loggers(unknown), "SeedEverything's record"),
+    (lambda unknown: hyperparameters.replace_hyperparameter(unknown, "x", 1), "TricksMixin.save_hyperparameters"),
+    (
+        lambda unknown: loaders.replaced_train_loaders(unknown, None, list).__enter__(),
+        "an ensemble whose members see the samples",
+    ),
+    (lambda unknown: loaders.predict_loaders_prepared(unknown, print).__enter__(), "PredictionWriter"),
+    (lambda unknown: loaders.uses_distributed_sampler(unknown), "an ensemble on multiple ranks"),
+    (lambda unknown: ddp.rewrap_ddp(unknown), "a callback or an ensemble that changes which parameters train"),
+    (lambda unknown: ddp.syncs_batchnorm(unknown), "an ensemble with stacked BatchNorm layers"),
+    (lambda unknown: loaders.request_train_loaders(unknown), "an ensemble that looks at the data before a fit"),
+    (
+        lambda unknown: loaders.changing_train_loader(unknown, None, list, bool).__enter__(),
+        "an ensemble that is trained in folds",
+    ),
 )
 def test_an_unknown_lightning_is_named(call, trick):
     with pytest.raises(RuntimeError, match=f"{trick}.* does not work with lightning {lightning.__version__}.*install"):
@@ -380,14 +376,12 @@ def test_rewrap_ddp(options):
     assert not any(map(torch.equal, before, net.parameters()))
 
 
-@pytest.mark.parametrize(
-    ("options", "stops"),
-    [
-        ({}, False),
-        ({"strategy": "ddp_fork", "devices": 2}, True),
-        ({"strategy": "ddp_fork", "devices": 2, "accumulate_grad_batches": 100, "limit_train_batches": 3}, True),
-        ({"strategy": "ddp_fork_find_unused_parameters_true", "devices": 2}, False),
-    ],
+@cases(
+    "options, stops",
+    ({}, False),
+    ({"strategy": "ddp_fork", "devices": 2}, True),
+    ({"strategy": "ddp_fork", "devices": 2, "accumulate_grad_batches": 100, "limit_train_batches": 3}, True),
+    ({"strategy": "ddp_fork_find_unused_parameters_true", "devices": 2}, False),
 )
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
 def test_stops_at_unused_parameters(options, stops, tmp_path):
@@ -399,13 +393,11 @@ def test_stops_at_unused_parameters(options, stops, tmp_path):
     assert (tmp_path / "0").read_text() == str(stops)
 
 
-@pytest.mark.parametrize(
-    ("options", "syncs"),
-    [
-        ({"strategy": "ddp", "sync_batchnorm": True}, True),
-        ({"strategy": "ddp"}, False),
-        ({"sync_batchnorm": True}, False),  # of one rank
-    ],
+@cases(
+    "options, syncs",
+    ({"strategy": "ddp", "sync_batchnorm": True}, True),
+    ({"strategy": "ddp"}, False),
+    ({"sync_batchnorm": True}, False),  # of one rank
 )
 def test_syncs_batchnorm(options, syncs):
     assert ddp.syncs_batchnorm(Trainer(**{**QUIET, **options})) is syncs
@@ -425,8 +417,6 @@ def test_value_in_a_checkpoint(tmp_path):
 
 
 class _Observer(fit_observer.FitObserver):
-    """Writes down what it is told, and with what."""
-
     def __init__(self):
         self.calls, self.given = [], {}
         for name in (

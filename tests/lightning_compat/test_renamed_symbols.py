@@ -30,7 +30,7 @@ from lightning_tricks._lightning_compat import (
     results,
 )
 from lightning_tricks._lightning_compat.guards import needs_private, overriding, set_private
-from tests.small import QUIET, Hooks, Net, loader
+from tests.small import QUIET, Hooks, Net, cases, loader
 
 _TRICKS = (
     "Probe|AutoResume|AutoResume or CheckpointRemapping|AutoResume or ValidateFirst|EndTogether|TrainableCheckpoint|"
@@ -69,27 +69,25 @@ def _state(trainer):
     return results.capture_loop_state(trainer)
 
 
-@pytest.mark.parametrize(
-    ("part", "name", "call"),
-    [
-        ("fetcher", "fetched", loaders.recreate_iterators),
-        ("fetcher", "fetched", lambda trainer: loaders.skip_train_batches(trainer, 1)),
-        ("fetcher", "batches", loaders.train_iterators),
-        ("iterator", "_consumed", loaders.restarted_loaders),
-        ("iterator", "_consumed", lambda trainer: loaders.mark_restarted_loaders(trainer, [True])),
-        ("fit", "_combined_loader_states_to_load", loaders.load_loader_states),
-        ("fit", "_data_source", loaders.given_train_loaders),
-        ("fit", "_data_fetcher", loaders.train_iterators),
-        ("epoch", "batch_progress", fit.num_batches_done),
-        ("validation", "_restarting", fit.skip_sanity_check),
-        ("validation", "_restarting", fit.clear_restart_flags),
-        ("epoch", "_loaded_from_state_dict", fit.clear_restart_flags),
-        ("fit", "_last_train_dl_reload_epoch", _state),
-        ("validation", "_last_val_dl_reload_epoch", _state),
-        ("validation", "_seen_batches_per_dataloader", _state),
-        ("logging", "_logged_metrics", _state),
-        ("logging", "_first_loop_iter", _state),
-    ],
+@cases(
+    "part, name, call",
+    ("fetcher", "fetched", loaders.recreate_iterators),
+    ("fetcher", "fetched", lambda trainer: loaders.skip_train_batches(trainer, 1)),
+    ("fetcher", "batches", loaders.train_iterators),
+    ("iterator", "_consumed", loaders.restarted_loaders),
+    ("iterator", "_consumed", lambda trainer: loaders.mark_restarted_loaders(trainer, [True])),
+    ("fit", "_combined_loader_states_to_load", loaders.load_loader_states),
+    ("fit", "_data_source", loaders.given_train_loaders),
+    ("fit", "_data_fetcher", loaders.train_iterators),
+    ("epoch", "batch_progress", fit.num_batches_done),
+    ("validation", "_restarting", fit.skip_sanity_check),
+    ("validation", "_restarting", fit.clear_restart_flags),
+    ("epoch", "_loaded_from_state_dict", fit.clear_restart_flags),
+    ("fit", "_last_train_dl_reload_epoch", _state),
+    ("validation", "_last_val_dl_reload_epoch", _state),
+    ("validation", "_seen_batches_per_dataloader", _state),
+    ("logging", "_logged_metrics", _state),
+    ("logging", "_first_loop_iter", _state),
 )
 def test_a_renamed_attribute_of_the_loops(part, name, call):
     asked = []
@@ -109,15 +107,13 @@ def test_a_renamed_attribute_of_the_loops(part, name, call):
     assert asked == [name]
 
 
-@pytest.mark.parametrize(
-    ("part", "name"),
-    [
-        ("fit", "_last_train_dl_reload_epoch"),
-        ("validation", "_last_val_dl_reload_epoch"),
-        ("logging", "_callback_metrics"),
-        ("logging", "_current_fx"),
-        ("logging", "_first_loop_iter"),
-    ],
+@cases(
+    "part, name",
+    ("fit", "_last_train_dl_reload_epoch"),
+    ("validation", "_last_val_dl_reload_epoch"),
+    ("logging", "_callback_metrics"),
+    ("logging", "_current_fx"),
+    ("logging", "_first_loop_iter"),
 )
 def test_a_renamed_attribute_is_not_set_anew(part, name):
     """Restoring a state is an error as well, and adds nothing under the old name."""
@@ -143,39 +139,37 @@ def test_a_renamed_attribute_of_the_checkpoint_connector(name):
     assert "resume_start" not in vars(connector)
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "install"),
-    [
-        ("connector", "resume_start", lambda trainer: fit.override_resume_checkpoint(trainer, lambda path: None)),
-        *(
-            ("connector", name, lambda trainer: checkpoints.checkpoint_contents_changed(trainer, dict, dict))
-            for name in ("dump_checkpoint", "restore_model")
-        ),
-        ("epoch", "_on_before_fetch", lambda trainer: observers.observe_fetches(trainer, print, print, "Probe")),
-        ("fit", "run", lambda trainer: observers.observe_errors(trainer, print, "Probe")),
-        ("validation", "_on_evaluation_epoch_end", lambda trainer: observers.observe_validation_ends(trainer, print)),
-        ("fit", "on_run_end", lambda trainer: fit.call_after_train_hook(trainer, "end", lambda: None)),
-        ("fit", "on_run_start", lambda trainer: fit.call_after_train_hook(trainer, "start", lambda: None)),
-        *(
-            (owner, name, lambda trainer: ending_loaders.loaders_ending_together(trainer, {"train": 0, "val": 0}, bool))
-            for owner, name in (("fit", "_load_combined_loader_states"), ("validation", "setup_data"))
-        ),
-        ("signals", "teardown", lambda trainer: fit.call_after_teardown(trainer, print)),
-        *(
-            (owner, name, lambda trainer: fit_observer.observe_fit(trainer, fit_observer.FitObserver()))
-            for owner, name in (
-                ("strategy", "setup_optimizers"),
-                ("signals", "register_signal_handlers"),
-                ("fit", "_load_combined_loader_states"),
-                ("fit", "setup_data"),
-                ("fit", "on_advance_start"),
-                ("validation", "setup_data"),
-                ("epoch", "reset"),
-                ("epoch", "on_run_start"),
-                ("epoch", "on_advance_end"),
-            )
-        ),
-    ],
+@cases(
+    "owner, name, install",
+    ("connector", "resume_start", lambda trainer: fit.override_resume_checkpoint(trainer, lambda path: None)),
+    *(
+        ("connector", name, lambda trainer: checkpoints.checkpoint_contents_changed(trainer, dict, dict))
+        for name in ("dump_checkpoint", "restore_model")
+    ),
+    ("epoch", "_on_before_fetch", lambda trainer: observers.observe_fetches(trainer, print, print, "Probe")),
+    ("fit", "run", lambda trainer: observers.observe_errors(trainer, print, "Probe")),
+    ("validation", "_on_evaluation_epoch_end", lambda trainer: observers.observe_validation_ends(trainer, print)),
+    ("fit", "on_run_end", lambda trainer: fit.call_after_train_hook(trainer, "end", lambda: None)),
+    ("fit", "on_run_start", lambda trainer: fit.call_after_train_hook(trainer, "start", lambda: None)),
+    *(
+        (owner, name, lambda trainer: ending_loaders.loaders_ending_together(trainer, {"train": 0, "val": 0}, bool))
+        for owner, name in (("fit", "_load_combined_loader_states"), ("validation", "setup_data"))
+    ),
+    ("signals", "teardown", lambda trainer: fit.call_after_teardown(trainer, print)),
+    *(
+        (owner, name, lambda trainer: fit_observer.observe_fit(trainer, fit_observer.FitObserver()))
+        for owner, name in (
+            ("strategy", "setup_optimizers"),
+            ("signals", "register_signal_handlers"),
+            ("fit", "_load_combined_loader_states"),
+            ("fit", "setup_data"),
+            ("fit", "on_advance_start"),
+            ("validation", "setup_data"),
+            ("epoch", "reset"),
+            ("epoch", "on_run_start"),
+            ("epoch", "on_advance_end"),
+        )
+    ),
 )
 def test_a_renamed_method_is_not_overridden(monkeypatch, owner, name, install):
     trainer = Trainer(**QUIET)
@@ -213,34 +207,32 @@ def _averaging():
     return averaging
 
 
-@pytest.mark.parametrize(
-    ("make", "name", "call", "found"),
-    [
-        (ModelParallelStrategy, "_save_distributed_checkpoint", checkpoints.writes_folders, True),
-        *(
-            (ModelCheckpoint, name, call, ...)
-            for name in ("_last_global_step_saved", "_last_checkpoint_saved", "current_score")
-            for call in (
-                checkpoints.checkpoint_callback_state,
-                lambda it: checkpoints.restore_checkpoint_callback_state(
-                    it, checkpoints.checkpoint_callback_state(ModelCheckpoint())
-                ),
-            )
-        ),
-        (_csv_logger, "_version", lambda it: loggers.set_logger_version(it, 3), ...),
-        (_csv_logger, "_version", lambda it: loggers.log_dir_for_version(it, 3), ...),
-        (_csv_logger, "_experiment", loggers.open_csv_logger, ...),
-        (_csv_logger, "_experiment", loggers.is_logger_started, False),
-        (_csv_logger, "_experiment", lambda it: loggers.muted_logger(it).__enter__(), ...),
-        (lambda: TensorBoardLogger(".", version=1), "_version", lambda it: loggers.set_logger_version(it, 3), ...),
-        (lambda: TensorBoardLogger(".", version=1), "_experiment", loggers.close_tensorboard_logger, ...),
-        *(
-            (kind, "_early_exit", lambda it: fit.is_tuning(Trainer(callbacks=[it], **QUIET)), False)
-            for kind in (LearningRateFinder, BatchSizeFinder)
-        ),
-        (lambda: ModelPruning("l1_unstructured"), "_original_layers", callbacks.capture_lottery_tickets, {}),
-        (_averaging, "_swa_scheduler", lambda it: callbacks.restore_swa_scheduler(Trainer(**QUIET), it), ...),
-    ],
+@cases(
+    "make, name, call, found",
+    (ModelParallelStrategy, "_save_distributed_checkpoint", checkpoints.writes_folders, True),
+    *(
+        (ModelCheckpoint, name, call, ...)
+        for name in ("_last_global_step_saved", "_last_checkpoint_saved", "current_score")
+        for call in (
+            checkpoints.checkpoint_callback_state,
+            lambda it: checkpoints.restore_checkpoint_callback_state(
+                it, checkpoints.checkpoint_callback_state(ModelCheckpoint())
+            ),
+        )
+    ),
+    (_csv_logger, "_version", lambda it: loggers.set_logger_version(it, 3), ...),
+    (_csv_logger, "_version", lambda it: loggers.log_dir_for_version(it, 3), ...),
+    (_csv_logger, "_experiment", loggers.open_csv_logger, ...),
+    (_csv_logger, "_experiment", loggers.is_logger_started, False),
+    (_csv_logger, "_experiment", lambda it: loggers.muted_logger(it).__enter__(), ...),
+    (lambda: TensorBoardLogger(".", version=1), "_version", lambda it: loggers.set_logger_version(it, 3), ...),
+    (lambda: TensorBoardLogger(".", version=1), "_experiment", loggers.close_tensorboard_logger, ...),
+    *(
+        (kind, "_early_exit", lambda it: fit.is_tuning(Trainer(callbacks=[it], **QUIET)), False)
+        for kind in (LearningRateFinder, BatchSizeFinder)
+    ),
+    (lambda: ModelPruning("l1_unstructured"), "_original_layers", callbacks.capture_lottery_tickets, {}),
+    (_averaging, "_swa_scheduler", lambda it: callbacks.restore_swa_scheduler(Trainer(**QUIET), it), ...),
 )
 def test_a_renamed_attribute_of_what_a_trainer_is_given(make, name, call, found):
     owner = make()

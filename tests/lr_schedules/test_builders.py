@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_tricks import OptimizerSpec, ScheduleSpec
 from lightning_tricks.lr_schedules import build_optimizer, build_schedule, total_steps
-from tests.small import QUIET, Hooks, Net, digits, loader, same
+from tests.small import QUIET, Hooks, Net, cases, digits, loader, same
 
 pytestmark = pytest.mark.oldest
 
@@ -46,20 +46,18 @@ def _fit(module, data=None, **trainer):
 
 
 @pytest.mark.trap("gradient_clipping: estimated_stepping_batches is wrong for GradientAccumulationScheduler")
-@pytest.mark.parametrize(
+@cases(
     "arguments",
-    [
-        {},
-        {"accumulate_grad_batches": 4},
-        {"callbacks": lambda: [GradientAccumulationScheduler({0: 1, 1: 4})]},
-        {"callbacks": lambda: [GradientAccumulationScheduler({1: 3})], "max_steps": 12},
-        {"limit_train_batches": 3},
-        {"limit_train_batches": 0.5, "accumulate_grad_batches": 2},
-        {"max_steps": 7},
-        {"max_steps": 7, "max_epochs": -1},
-        {"max_steps": 1000},
-        {"overfit_batches": 2},
-    ],
+    {},
+    {"accumulate_grad_batches": 4},
+    {"callbacks": lambda: [GradientAccumulationScheduler({0: 1, 1: 4})]},
+    {"callbacks": lambda: [GradientAccumulationScheduler({1: 3})], "max_steps": 12},
+    {"limit_train_batches": 3},
+    {"limit_train_batches": 0.5, "accumulate_grad_batches": 2},
+    {"max_steps": 7},
+    {"max_steps": 7, "max_epochs": -1},
+    {"max_steps": 1000},
+    {"overfit_batches": 2},
     ids=lambda arguments: ", ".join(arguments) or "nothing",
 )
 @pytest.mark.filterwarnings("ignore:.*overfit")
@@ -91,13 +89,11 @@ class _Endless(IterableDataset):
 
 
 @pytest.mark.trap("gradient_clipping: IterableDataset without max_steps gives -1")
-@pytest.mark.parametrize(
-    ("arguments", "data", "reason"),
-    [
-        ({"max_epochs": 3}, lambda: DataLoader(_Endless(), 4), "no length.*IterableDataset.*max_steps"),
-        ({"max_epochs": -1}, loader, "the run has no end"),
-        ({"max_epochs": None, "max_time": datetime.timedelta(seconds=5)}, loader, "max_time does not tell"),
-    ],
+@cases(
+    "arguments, data, reason",
+    ({"max_epochs": 3}, lambda: DataLoader(_Endless(), 4), "no length.*IterableDataset.*max_steps"),
+    ({"max_epochs": -1}, loader, "the run has no end"),
+    ({"max_epochs": None, "max_time": datetime.timedelta(seconds=5)}, loader, "max_time does not tell"),
 )
 def test_says_why_the_steps_are_unknown(arguments, data, reason):
     with pytest.raises(MisconfigurationException, match=rf"needs the number of steps, and .*{reason}"):
@@ -118,16 +114,14 @@ def test_says_that_max_time_may_end_before(lightning_log):
     assert any("max_time may end the run before the schedule does, which has 30 steps" in m for _, m in lightning_log)
 
 
-@pytest.mark.parametrize(
+@cases(
     "schedule",
-    [
-        ScheduleSpec(warmup="500 steps"),
-        ScheduleSpec(warmup="20000 steps"),
-        ScheduleSpec(warmup="500 steps", total="100 epochs"),
-        ScheduleSpec(warmup=5, interval="epoch"),
-        ScheduleSpec("multistep", milestones=["500 steps", "100 epochs"]),
-        ScheduleSpec("step", step_size=0.01),
-    ],
+    ScheduleSpec(warmup="500 steps"),
+    ScheduleSpec(warmup="20000 steps"),
+    ScheduleSpec(warmup="500 steps", total="100 epochs"),
+    ScheduleSpec(warmup=5, interval="epoch"),
+    ScheduleSpec("multistep", milestones=["500 steps", "100 epochs"]),
+    ScheduleSpec("step", step_size=0.01),
     ids=str,
 )
 def test_fast_dev_run_takes_any_schedule(schedule, lightning_log):
@@ -141,18 +135,12 @@ def test_no_batches_are_no_steps():
     assert _fit(_Scheduled(ScheduleSpec()), limit_train_batches=0).global_step == 0
 
 
-@pytest.mark.parametrize(
-    ("schedule", "arguments", "words"),
-    [
-        ({"warmup": "500 steps"}, {}, "warmup='500 steps' are longer than the schedule: 500 > 30 steps"),
-        ({"warmup": "5 epochs"}, {"max_epochs": 1}, "warmup='5 epochs' are longer than the schedule: 50 > 10 steps"),
-        (
-            {"kind": "wsd", "warmup": 0.5, "decay": "9 steps"},
-            {"max_steps": 4},
-            "longer than the schedule: 11 > 4 steps",
-        ),
-        ({"kind": "step", "step_size": 0.1}, {"limit_train_batches": 1}, "step_size=0.1 is less than one step of 3"),
-    ],
+@cases(
+    "schedule, arguments, words",
+    ({"warmup": "500 steps"}, {}, "warmup='500 steps' are longer than the schedule: 500 > 30 steps"),
+    ({"warmup": "5 epochs"}, {"max_epochs": 1}, "warmup='5 epochs' are longer than the schedule: 50 > 10 steps"),
+    ({"kind": "wsd", "warmup": 0.5, "decay": "9 steps"}, {"max_steps": 4}, "longer than the schedule: 11 > 4 steps"),
+    ({"kind": "step", "step_size": 0.1}, {"limit_train_batches": 1}, "step_size=0.1 is less than one step of 3"),
     ids=str,
 )
 def test_a_run_that_is_too_short_for_its_schedule_is_a_warning(schedule, arguments, words):
@@ -162,9 +150,7 @@ def test_a_run_that_is_too_short_for_its_schedule_is_a_warning(schedule, argumen
     assert set(module.rates) == {0.1}
 
 
-@pytest.mark.parametrize(
-    "schedule", [{"warmup": "500 steps", "total": "30 steps"}, {"kind": "wsd", "warmup": 0.9, "decay": 0.2}], ids=str
-)
+@cases("schedule", {"warmup": "500 steps", "total": "30 steps"}, {"kind": "wsd", "warmup": 0.9, "decay": 0.2}, ids=str)
 def test_a_schedule_that_no_run_holds_is_refused(schedule):
     with pytest.raises(ValueError, match="are longer than the schedule"):
         _fit(_Scheduled(ScheduleSpec(**schedule)))

@@ -40,7 +40,7 @@ from lightning_tricks import (
 )
 from lightning_tricks.ensembles import FastGeometricClassifier, VotingClassifier
 from lightning_tricks.lr_schedules import CombinedOptimizer, build_optimizer, build_schedule, parameter_groups
-from tests.small import QUIET, Hooks, HostReads, Net, digits, fit, fork, loader, real_fp16, same
+from tests.small import QUIET, Hooks, HostReads, Net, cases, digits, fit, fork, loader, real_fp16, same
 
 pytestmark = pytest.mark.oldest
 
@@ -51,8 +51,6 @@ SPEC = OptimizerSpec(KIND, lr=0.02, only=ONLY, rest=OptimizerSpec(lr=3e-3))
 
 
 class Block(nn.Module):
-    """Attention, and a perceptron."""
-
     def __init__(self):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(16), nn.LayerNorm(16)
@@ -198,9 +196,8 @@ def test_schedules_of_parts_are_those_by_hand():
 
 def test_more_schedules_than_optimizers_are_refused():
     schedule = ScheduleSpec("constant", rest=ScheduleSpec("constant"))
-    with pytest.raises(
-        ValueError, match="describes 2 schedules, and there are only 1 optimizers: give the OptimizerSpec"
-    ):
+    words = "describes 2 schedules, and there are only 1 optimizers: give the OptimizerSpec"
+    with pytest.raises(ValueError, match=words):
         build_schedule(build_optimizer(Small(), OptimizerSpec()), schedule, Trainer(**QUIET))
 
 
@@ -324,17 +321,15 @@ def swa():
     return StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)
 
 
-@pytest.mark.parametrize(
-    ("callback", "options"),
-    [
-        pytest.param(swa, {}, id="stochastic weight averaging"),
-        pytest.param(lambda: Microbatching(2), {}, id="microbatches"),
-        pytest.param(lambda: Microbatching(2), {"accumulate_grad_batches": 3}, id="accumulated microbatches"),
-        pytest.param(lambda: GradualUnfreezing({0: "net.4.*", 1: "*"}), {}, id="unfreezing"),
-        pytest.param(lambda: GradientAccumulationScheduler({0: 1, 1: 4}), {}, id="accumulation that changes"),
-        pytest.param(Hooks, {"strategy": "ddp_fork", "devices": 2}, id="DDP"),
-        pytest.param(Hooks, {"gradient_clip_val": 0.1}, id="Lightning's clipping"),
-    ],
+@cases(
+    "callback, options",
+    pytest.param(swa, {}, id="stochastic weight averaging"),
+    pytest.param(lambda: Microbatching(2), {}, id="microbatches"),
+    pytest.param(lambda: Microbatching(2), {"accumulate_grad_batches": 3}, id="accumulated microbatches"),
+    pytest.param(lambda: GradualUnfreezing({0: "net.4.*", 1: "*"}), {}, id="unfreezing"),
+    pytest.param(lambda: GradientAccumulationScheduler({0: 1, 1: 4}), {}, id="accumulation that changes"),
+    pytest.param(Hooks, {"strategy": "ddp_fork", "devices": 2}, id="DDP"),
+    pytest.param(Hooks, {"gradient_clip_val": 0.1}, id="Lightning's clipping"),
 )
 def test_halves_are_a_whole(callback, options):
     both_ways(callback, **options)
@@ -525,35 +520,30 @@ def test_says_which_optimizer_steps_what(lightning_log):
 
 
 @pytest.mark.skipif(not HAS_MUON, reason="torch 2.9 has Muon")
-@pytest.mark.parametrize(
-    ("spec", "words"),
-    [
-        ({}, r"which of them is for you to say"),
-        ({"rest": OptimizerSpec()}, r"blocks\.\*\.up\.weight: 2 of 32x16\n"),
-        ({"rest": OptimizerSpec()}, r"\n  only=\['blocks.\*.weight'\]  # without the first and"),
-        ({"rest": OptimizerSpec()}, r"\n  only=\['embedding.weight', .*, 'head.weight'\]  # all of them"),
-        (
-            {"only": ["bloks.*"], "rest": OptimizerSpec()},
-            r"pattern 'bloks.\*' matches none of the 28 parameters: embed",
-        ),
-        ({"only": ["blocks.*"]}, r"20 trainable .*would have no optimizer.*only=\['blocks.\*'\]: embedding"),
-        (
-            {"only": ["*.bias"], "rest": OptimizerSpec()},
-            r"Muon has nothing to step: only=\['\*.bias'\] holds no trainable mat",
-        ),
-        (
-            {"only": ["*"], "rest": OptimizerSpec("SGD", only=["*"], rest=OptimizerSpec())},
-            "AdamW has nothing to step: what the others leave holds no trainable parameters",
-        ),
-        (
-            {"only": ["blocks.*"], "rest": OptimizerSpec("LBFGS", weight_decay=0)},
-            "cannot step LBFGS as one of several: its step computes the gradients several times",
-        ),
-        (
-            {"only": ["blocks.*"], "rest": OptimizerSpec(groups={"blocks.0.linear1.weight": {"lr": 1.0}})},
-            "pattern 'blocks.0.linear1.weight' matches none",
-        ),
-    ],
+@cases(
+    "spec, words",
+    ({}, r"which of them is for you to say"),
+    ({"rest": OptimizerSpec()}, r"blocks\.\*\.up\.weight: 2 of 32x16\n"),
+    ({"rest": OptimizerSpec()}, r"\n  only=\['blocks.\*.weight'\]  # without the first and"),
+    ({"rest": OptimizerSpec()}, r"\n  only=\['embedding.weight', .*, 'head.weight'\]  # all of them"),
+    ({"only": ["bloks.*"], "rest": OptimizerSpec()}, r"pattern 'bloks.\*' matches none of the 28 parameters: embed"),
+    ({"only": ["blocks.*"]}, r"20 trainable .*would have no optimizer.*only=\['blocks.\*'\]: embedding"),
+    (
+        {"only": ["*.bias"], "rest": OptimizerSpec()},
+        r"Muon has nothing to step: only=\['\*.bias'\] holds no trainable mat",
+    ),
+    (
+        {"only": ["*"], "rest": OptimizerSpec("SGD", only=["*"], rest=OptimizerSpec())},
+        "AdamW has nothing to step: what the others leave holds no trainable parameters",
+    ),
+    (
+        {"only": ["blocks.*"], "rest": OptimizerSpec("LBFGS", weight_decay=0)},
+        "cannot step LBFGS as one of several: its step computes the gradients several times",
+    ),
+    (
+        {"only": ["blocks.*"], "rest": OptimizerSpec(groups={"blocks.0.linear1.weight": {"lr": 1.0}})},
+        "pattern 'blocks.0.linear1.weight' matches none",
+    ),
 )
 def test_a_model_refuses_a_spec(spec, words):
     with pytest.raises(ValueError, match=words):
@@ -576,18 +566,16 @@ def test_what_it_proposes_works():
         build_optimizer(nn.Conv2d(1, 1, 1), OptimizerSpec("Muon"))
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "words"),
-    [
-        (lambda a, b: CombinedOptimizer([]), ValueError, "needs one optimizer at least"),
-        (
-            lambda a, b: CombinedOptimizer([a, None]),
-            TypeError,
-            "takes a list of torch.optim.Optimizer, got a NoneType in it",
-        ),
-        (lambda a, b: CombinedOptimizer([a, a]), ValueError, "more than one parameter group"),
-        (lambda a, b: CombinedOptimizer([CombinedOptimizer([a]), b]), ValueError, "give its parts themselves"),
-    ],
+@cases(
+    "make, error, words",
+    (lambda a, b: CombinedOptimizer([]), ValueError, "needs one optimizer at least"),
+    (
+        lambda a, b: CombinedOptimizer([a, None]),
+        TypeError,
+        "takes a list of torch.optim.Optimizer, got a NoneType in it",
+    ),
+    (lambda a, b: CombinedOptimizer([a, a]), ValueError, "more than one parameter group"),
+    (lambda a, b: CombinedOptimizer([CombinedOptimizer([a]), b]), ValueError, "give its parts themselves"),
 )
 def test_refuses(make, error, words):
     parameters = nn.Linear(2, 2).parameters()
@@ -673,8 +661,6 @@ model:
 
 
 class Sharded(Small):
-    """`Small`, each of whose blocks is sharded."""
-
     def configure_model(self):
         if self.device_mesh is not None:
             from torch.distributed.fsdp import fully_shard

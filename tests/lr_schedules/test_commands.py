@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from lightning_tricks import ScheduleSpec
 from lightning_tricks.cli import main
 from lightning_tricks.lr_schedules import plot_schedule
+from tests.small import cases
 
 
 def test_shows_and_draws(capsys, tmp_path):
@@ -31,19 +32,17 @@ def test_recipe_in_epochs(capsys):
     assert "1.0000" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("--kind wsdd --total 10", "Did you mean 'wsd'"),
-        ("--total 10 --warmup 20", "are longer than the schedule: 20 > 10 steps"),
-        ("--total 0", "total_steps must be a whole number >= 1"),
-        ("--kind wsd", "--total"),
-        ("--total 10 --interval epoch", "steps_per_epoch"),
-        ("--total 10 --lr nan", "--lr must be a number > 0"),
-        ("--total 10 --lr -1", "--lr must be a number > 0"),
-        ("--total 10 --plot /nowhere/a.png", "nowhere"),
-        ("--total 10 --plot picture.docx", "docx"),
-    ],
+@cases(
+    "arguments, words",
+    ("--kind wsdd --total 10", "Did you mean 'wsd'"),
+    ("--total 10 --warmup 20", "are longer than the schedule: 20 > 10 steps"),
+    ("--total 0", "total_steps must be a whole number >= 1"),
+    ("--kind wsd", "--total"),
+    ("--total 10 --interval epoch", "steps_per_epoch"),
+    ("--total 10 --lr nan", "--lr must be a number > 0"),
+    ("--total 10 --lr -1", "--lr must be a number > 0"),
+    ("--total 10 --plot /nowhere/a.png", "nowhere"),
+    ("--total 10 --plot picture.docx", "docx"),
 )
 def test_says_what_is_wrong(arguments, words, capsys):
     with pytest.raises(SystemExit) as stopped:

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_tricks import OptimizerSpec
 from lightning_tricks.lr_schedules import build_optimizer, layer_of_parameters, parameter_groups
-from tests.small import Net
+from tests.small import Net, cases
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet18", "deit_tiny_patch16_224", "mixer_s32_224"])
@@ -29,13 +29,11 @@ class _Flat(nn.Module):
         self.one, self.two, self.three = nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2)
 
 
-@pytest.mark.parametrize(
-    ("make", "count"),
-    [
-        (torchvision.models.resnet18, 10),  # stem, 8 blocks, head
-        (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), 2),
-        (_Flat, 2),
-    ],
+@cases(
+    "make, count",
+    (torchvision.models.resnet18, 10),  # stem, 8 blocks, head
+    (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), 2),
+    (_Flat, 2),
     ids=["resnet18", "sequential", "flat"],
 )
 def test_counts_layers(make, count):
@@ -117,9 +115,7 @@ def test_tied_weights_come_once_under_each_name_and_compiled_names_are_plain(pat
     assert [len(group["params"]) for group in groups if not group["weight_decay"]] == [2]
 
 
-@pytest.mark.parametrize(
-    "spec", [OptimizerSpec(groups={"bakbone.*": {"lr": 1}}), OptimizerSpec(no_decay=["bakbone.*"])]
-)
+@cases("spec", OptimizerSpec(groups={"bakbone.*": {"lr": 1}}), OptimizerSpec(no_decay=["bakbone.*"]))
 def test_patterns_that_match_nothing_are_refused(spec):
     with pytest.raises(ValueError, match=r"pattern 'bakbone.\*' matches none of the 6 parameters: net.0.weight"):
         build_optimizer(Net(), spec)

@@ -8,6 +8,7 @@ import torch
 
 from lightning_tricks import ScheduleSpec
 from lightning_tricks.lr_schedules import FactorLR
+from tests.small import cases
 
 _SPECS = [
     ScheduleSpec("warmup_cosine", warmup=3),
@@ -84,9 +85,10 @@ def test_learning_rates_that_are_tensors():
     assert all(isinstance(group["lr"], torch.Tensor) for group in optimizer.param_groups)
 
 
-@pytest.mark.parametrize(
-    ("lr", "own", "rates"),
-    [(1.0, {}, (1 / 2, 1 / 3)), (0.1, {"lr": torch.tensor(1.0)}, (1 / 2, 1 / 3))],
+@cases(
+    "lr, own, rates",
+    (1.0, {}, (1 / 2, 1 / 3)),
+    (0.1, {"lr": torch.tensor(1.0)}, (1 / 2, 1 / 3)),
     ids=["the tensor of the other group, now 1 / 2", "its own"],
 )
 def test_a_new_group_whose_rate_is_a_tensor(lr, own, rates):

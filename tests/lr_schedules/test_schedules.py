@@ -1,7 +1,6 @@
 """The closed forms against torch's schedulers where those are right, and at the edges where they are not."""
 
 import math
-import warnings
 from functools import partial
 from itertools import pairwise
 
@@ -24,6 +23,7 @@ from lightning_tricks.lr_schedules import (
     warmup_linear,
     wsd,
 )
+from tests.small import cases, without_warnings
 
 
 def _torchs(make, steps, lr=1.0):
@@ -37,24 +37,21 @@ def _torchs(make, steps, lr=1.0):
     return rates
 
 
-@pytest.mark.parametrize(
-    ("ours", "make", "steps"),
-    [
-        (partial(warmup_cosine, total=20, end_factor=0.1), lambda o: lr_scheduler.CosineAnnealingLR(o, 20, 0.1), 21),
-        (partial(polynomial, total=20, power=1.5), lambda o: lr_scheduler.PolynomialLR(o, 20, 1.5), 40),
-        (partial(warmup_linear, total=20, end_factor=0.2), lambda o: lr_scheduler.LinearLR(o, 1.0, 0.2, 20), 40),
-        (partial(multistep, milestones=[3, 7, 15]), lambda o: lr_scheduler.MultiStepLR(o, [3, 7, 15], 0.1), 30),
-        (partial(step, step_size=10), lambda o: lr_scheduler.StepLR(o, 10, 0.1), 35),
-        (partial(exponential, gamma=0.9), lambda o: lr_scheduler.ExponentialLR(o, 0.9), 30),
-        (constant, lambda o: lr_scheduler.ConstantLR(o, 1.0, 5), 30),
-        (partial(one_cycle, total=30, warmup=9), lambda o: lr_scheduler.OneCycleLR(o, 1.0, 30), 30),
-        (partial(one_cycle, total=10, warmup=4.5), lambda o: lr_scheduler.OneCycleLR(o, 1.0, 10, pct_start=0.45), 10),
-    ],
+@cases(
+    "ours, make, steps",
+    (partial(warmup_cosine, total=20, end_factor=0.1), lambda o: lr_scheduler.CosineAnnealingLR(o, 20, 0.1), 21),
+    (partial(polynomial, total=20, power=1.5), lambda o: lr_scheduler.PolynomialLR(o, 20, 1.5), 40),
+    (partial(warmup_linear, total=20, end_factor=0.2), lambda o: lr_scheduler.LinearLR(o, 1.0, 0.2, 20), 40),
+    (partial(multistep, milestones=[3, 7, 15]), lambda o: lr_scheduler.MultiStepLR(o, [3, 7, 15], 0.1), 30),
+    (partial(step, step_size=10), lambda o: lr_scheduler.StepLR(o, 10, 0.1), 35),
+    (partial(exponential, gamma=0.9), lambda o: lr_scheduler.ExponentialLR(o, 0.9), 30),
+    (constant, lambda o: lr_scheduler.ConstantLR(o, 1.0, 5), 30),
+    (partial(one_cycle, total=30, warmup=9), lambda o: lr_scheduler.OneCycleLR(o, 1.0, 30), 30),
+    (partial(one_cycle, total=10, warmup=4.5), lambda o: lr_scheduler.OneCycleLR(o, 1.0, 10, pct_start=0.45), 10),
     ids=["cosine", "polynomial", "linear", "multistep", "step", "exponential", "constant", "one cycle", "short cycle"],
 )
 def test_equals_torch(ours, make, steps):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the last step of OneCycleLR
+    with without_warnings():  # the last step of OneCycleLR
         if "OneCycle" in make.__code__.co_names[1]:
             steps -= 1
         expected = _torchs(make, steps)

@@ -23,7 +23,7 @@ from lightning_tricks._shared.console import make_console
 from lightning_tricks.metrics import MetricsError, binary_metrics, multiclass_metrics
 from lightning_tricks.metrics.core.history import EpochRecord, History
 from tests.metrics.tables import OneLoader, Table, Trained, loader_of, numbers, table, trainer, truth
-from tests.small import EvaluatedNet, Net, digits, fork
+from tests.small import EvaluatedNet, Net, cases, digits, fork, without_warnings
 
 # Lightning's advice to validate on one process, which is what exact evaluation makes needless
 pytestmark = pytest.mark.filterwarnings("ignore:Using `DistributedSampler`")
@@ -204,8 +204,7 @@ def test_fitting_and_testing_on_several_ranks_are_exact_too(tmp_path, function):
 def test_two_loaders_of_which_one_rank_sees_one_only(tmp_path):
     first, second = table(1), table(9, seed=1)
     fitter = two_ranks(tmp_path, {"auroc": tm.MulticlassAUROC(4, average="weighted")})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torchmetrics', of classes that do not occur
+    with without_warnings():  # torchmetrics', of classes that do not occur
         fitter.validate(Table(), [loader_of(*first[:2]), loader_of(*second[:2])], verbose=False)
         expected = truth(tm.MulticlassAUROC(4, average="weighted"), *second[:2])
     values = of_ranks(tmp_path)[1]
@@ -214,8 +213,6 @@ def test_two_loaders_of_which_one_rank_sees_one_only(tmp_path):
 
 
 def warnings_of_ranks(folder, module, loader, **arguments):
-    """What MetricsMonitor warns of on each of two ranks."""
-
     class Hear(Callback):
         def on_validation_start(self, trainer, pl_module):
             self.catcher = warnings.catch_warnings(record=True)
@@ -287,7 +284,6 @@ class _KeepsResults(_Keeper):
 
 
 def results_of(folder, metric, make, world, **arguments):
-    """What each rank has of a metric of 9 rows."""
     ranks = {"strategy": "ddp_fork", "devices": world} if world > 1 else {}
     monitor = MetricsMonitor({"m": metric})
     trainer(monitor, _KeepsResults(folder), **ranks, **arguments).validate(
@@ -304,12 +300,10 @@ def _pair(make):
     return lambda rows: {"preds": make(rows), "target": make(rows.flip(0) * 0 + 2)}
 
 
-@pytest.mark.parametrize(
-    ("metric", "make"),
-    [
-        (PeakSignalNoiseRatio(data_range=(0, 1)), _pair(_images)),
-        (RetrievalMAP(), lambda rows: {"preds": rows * 0, "target": rows.long() % 3 == 1, "indexes": rows.long() // 5}),
-    ],
+@cases(
+    "metric, make",
+    (PeakSignalNoiseRatio(data_range=(0, 1)), _pair(_images)),
+    (RetrievalMAP(), lambda rows: {"preds": rows * 0, "target": rows.long() % 3 == 1, "indexes": rows.long() // 5}),
 )
 def test_values_that_depend_on_ties_and_on_whole_numbers_are_those_of_one_process(tmp_path, metric, make):
     (expected,) = results_of(tmp_path, metric, make, 1)
@@ -317,14 +311,12 @@ def test_values_that_depend_on_ties_and_on_whole_numbers_are_those_of_one_proces
         assert torch.equal(values, expected)
 
 
-@pytest.mark.parametrize(
-    ("metric", "make", "shape"),
-    [
-        (CatMetric(), lambda rows: {"value": rows}, (9,)),
-        (tm.BinaryAccuracy(multidim_average="samplewise"), _pair(lambda rows: rows[:, None].long() & 1), (9,)),
-        (EditDistance(reduction="none"), _pair(lambda rows: ["a" * int(row) for row in rows]), (9,)),
-        (RunningMean(3), lambda rows: {"value": rows}, ()),
-    ],
+@cases(
+    "metric, make, shape",
+    (CatMetric(), lambda rows: {"value": rows}, (9,)),
+    (tm.BinaryAccuracy(multidim_average="samplewise"), _pair(lambda rows: rows[:, None].long() & 1), (9,)),
+    (EditDistance(reduction="none"), _pair(lambda rows: ["a" * int(row) for row in rows]), (9,)),
+    (RunningMean(3), lambda rows: {"value": rows}, ()),
 )
 def test_values_that_depend_on_the_order_are_refused_on_several_ranks(tmp_path, metric, make, shape):
     assert results_of(tmp_path, metric, make, 1)[0].shape == shape
@@ -419,8 +411,7 @@ def test_a_checkpoint_of_a_validation_does_not_leak_into_the_next_epoch(tmp_path
     again = MetricsMonitor({"f1": tm.MulticlassF1Score(4)})
     keeper = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=False)
     fitter = trainer(again, keeper, max_epochs=3, enable_checkpointing=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Lightning's, that there are checkpoints already
+    with without_warnings():  # Lightning's, that there are checkpoints already
         fitter.fit(OneLoader(), loader, loader, ckpt_path=tmp_path / "epoch=0.ckpt")
     expected = truth(tm.MulticlassF1Score(4), scores, target)
     trained = [row["value"] for row in again.history() if (row["stage"], row["metric"]) == ("train", "f1")]
@@ -474,16 +465,14 @@ def test_best_history_and_plot(tmp_path):
     assert len(monitor.history()) > len(rows)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"best": {"val/f2": "max"}}, r"'val/f2', but a fit logs only val/acc, .*/loss\. Did you mean 'val/f1'\?"),
-        ({"best": {"test/f1": "max"}}, "'test/f1', but a fit logs only train/acc, .*val/acc"),
-        ({"best": {"f1": "max"}}, "'f1', but a fit logs only train/acc"),
-        ({"best": {"train/f1": "max"}, "stages": ["val"]}, "'train/f1', but a fit logs only val/acc"),
-        ({"best": {"train/f1": "max"}, "stages": ["test"]}, "'train/f1', but a fit logs only nothing"),
-        ({"best": {"val/f1": "max"}, "prefix": "ema"}, "a fit logs only ema/train/acc, .* mean 'ema/val/f1'"),
-    ],
+@cases(
+    "arguments, words",
+    ({"best": {"val/f2": "max"}}, r"'val/f2', but a fit logs only val/acc, .*/loss\. Did you mean 'val/f1'\?"),
+    ({"best": {"test/f1": "max"}}, "'test/f1', but a fit logs only train/acc, .*val/acc"),
+    ({"best": {"f1": "max"}}, "'f1', but a fit logs only train/acc"),
+    ({"best": {"train/f1": "max"}, "stages": ["val"]}, "'train/f1', but a fit logs only val/acc"),
+    ({"best": {"train/f1": "max"}, "stages": ["test"]}, "'train/f1', but a fit logs only nothing"),
+    ({"best": {"val/f1": "max"}, "prefix": "ema"}, "a fit logs only ema/train/acc, .* mean 'ema/val/f1'"),
 )
 def test_a_key_of_best_that_no_fit_logs_is_refused_at_once(arguments, words):
     with pytest.raises(ValueError, match=words):
@@ -508,13 +497,11 @@ class Parts(tmr.MeanSquaredError):
         return {"longest": super().compute(), "shortest": super().compute()}
 
 
-@pytest.mark.parametrize(
-    ("best", "words"),
-    [
-        ("val/f1", "val has 2 loader.*: use val/0/f1, val/1/f1"),
-        ("val/2/f1", "val has 2 loader.*: use val/0/f1, val/1/f1"),
-        ("train/0/f1", "train has 1 loader.*: use train/f1"),
-    ],
+@cases(
+    "best, words",
+    ("val/f1", "val has 2 loader.*: use val/0/f1, val/1/f1"),
+    ("val/2/f1", "val has 2 loader.*: use val/0/f1, val/1/f1"),
+    ("train/0/f1", "train has 1 loader.*: use train/f1"),
 )
 def test_a_key_of_best_that_this_fit_does_not_log_is_refused_in_the_first_batch(best, words):
     monitor = MetricsMonitor({"f1": tm.MulticlassF1Score(4)}, best={best: "max"})
@@ -525,13 +512,11 @@ def test_a_key_of_best_that_this_fit_does_not_log_is_refused_in_the_first_batch(
     assert fitter.global_step == best.startswith("train")
 
 
-@pytest.mark.parametrize(
-    ("key", "arguments"),
-    [
-        ("val/f1", {"limit_val_batches": 0}),
-        ("val/loss", {"limit_val_batches": 0}),
-        ("val/f1", {"check_val_every_n_epoch": 2}),
-    ],
+@cases(
+    "key, arguments",
+    ("val/f1", {"limit_val_batches": 0}),
+    ("val/loss", {"limit_val_batches": 0}),
+    ("val/f1", {"check_val_every_n_epoch": 2}),
 )
 def test_a_key_of_best_in_a_fit_that_does_not_validate_is_a_warning(key, arguments):
     monitor = MetricsMonitor({"f1": tm.MulticlassF1Score(4)}, best={key: "max"})
@@ -593,14 +578,12 @@ class _Returns(Net):
         return self.outputs
 
 
-@pytest.mark.parametrize(
-    ("outputs", "words"),
-    [
-        ({"preds": torch.zeros(2, 10), "logits": 1}, r"need target, but got logits, preds\. Return a dict"),
-        ({"preds": torch.zeros(10), "target": torch.tensor(1)}, "first batch of val: .* no batch dimension"),
-        ({"preds": torch.full((2, 10), math.nan), "target": torch.tensor([1, 2])}, "20 of 20 predictions are NaN"),
-        ({"preds": torch.zeros(2, 10), "target": torch.tensor([1, 10])}, "targets must be 0 to 9, got 10"),
-    ],
+@cases(
+    "outputs, words",
+    ({"preds": torch.zeros(2, 10), "logits": 1}, r"need target, but got logits, preds\. Return a dict"),
+    ({"preds": torch.zeros(10), "target": torch.tensor(1)}, "first batch of val: .* no batch dimension"),
+    ({"preds": torch.full((2, 10), math.nan), "target": torch.tensor([1, 2])}, "20 of 20 predictions are NaN"),
+    ({"preds": torch.zeros(2, 10), "target": torch.tensor([1, 10])}, "targets must be 0 to 9, got 10"),
 )
 @pytest.mark.parametrize("error", [MisconfigurationException, ValueError])
 def test_a_bad_first_batch_stops_sanity_checking(outputs, words, error):
@@ -626,8 +609,7 @@ def test_later_invalid_values_make_nan_and_are_counted_in_words():
 
 def test_a_loader_without_batches_is_refused():
     empty, some = loader_of(*table(0)[:2]), loader_of(*table(8)[:2])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Lightning's, that the loader is empty
+    with without_warnings():  # Lightning's, that the loader is empty
         with pytest.raises(MetricsError, match="loader 1 of val has no batches"):
             trainer(MetricsMonitor(multiclass_metrics(4))).fit(Table(), some, [some, empty])
         for loaders, index in ((empty, 0), ({"some": some, "empty": empty}, 1)):
@@ -657,31 +639,29 @@ def test_the_history_is_in_the_checkpoint_and_a_tracker_is_refused(tmp_path):
     assert monitor.best["val/f1"][1] == 3  # the first of two equal ones
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ({"metrics": 3}, TypeError, "metrics must be a Metric"),
-        ({"metrics": SIX, "stages": ["valid"]}, ValueError, "stages must be one of train, val, test, got 'valid'"),
-        ({"metrics": SIX, "stages": "val"}, TypeError, "stages must be a list"),
-        ({"metrics": SIX, "best": {"val/f1": "highest"}}, ValueError, r"best\['val/f1'\] must be one of min, max"),
-        ({"metrics": SIX, "prefix": 3}, TypeError, "prefix must be a string such as 'ema'"),
-        ({"metrics": SIX, "prefix": "ema/"}, ValueError, "logs 'ema/val/acc', got 'ema/'"),
-        ({"metrics": SIX, "prefix": ""}, ValueError, "prefix must be a name"),
-        ({"metrics": SIX, "prefix": "val"}, ValueError, "got 'val', which would log 'val/val/acc'"),
-        (
-            {"metrics": {"f1": tm.MulticlassF1Score(2), "f1_b": tm.BinaryF1Score()}, "class_names": ["a", "b"]},
-            ValueError,
-            "two values with the name 'f1_b'",
-        ),
-        (
-            {"metrics": {"f1": tm.BinaryF1Score(), "f1/x": tm.BinaryF1Score()}},
-            ValueError,
-            "the values 'f1' and 'f1/x', which loggers with a file per value cannot both keep",
-        ),
-        ({"metrics": SIX, "log_plots": 0.5}, TypeError, "log_plots must be a whole number"),
-        ({"metrics": SIX, "class_names": ["a"]}, ValueError, "1 names, but the metric"),
-        ({"metrics": SIX, "output_transform": "preds"}, TypeError, "output_transform must be a function"),
-    ],
+@cases(
+    "arguments, error, words",
+    ({"metrics": 3}, TypeError, "metrics must be a Metric"),
+    ({"metrics": SIX, "stages": ["valid"]}, ValueError, "stages must be one of train, val, test, got 'valid'"),
+    ({"metrics": SIX, "stages": "val"}, TypeError, "stages must be a list"),
+    ({"metrics": SIX, "best": {"val/f1": "highest"}}, ValueError, r"best\['val/f1'\] must be one of min, max"),
+    ({"metrics": SIX, "prefix": 3}, TypeError, "prefix must be a string such as 'ema'"),
+    ({"metrics": SIX, "prefix": "ema/"}, ValueError, "logs 'ema/val/acc', got 'ema/'"),
+    ({"metrics": SIX, "prefix": ""}, ValueError, "prefix must be a name"),
+    ({"metrics": SIX, "prefix": "val"}, ValueError, "got 'val', which would log 'val/val/acc'"),
+    (
+        {"metrics": {"f1": tm.MulticlassF1Score(2), "f1_b": tm.BinaryF1Score()}, "class_names": ["a", "b"]},
+        ValueError,
+        "two values with the name 'f1_b'",
+    ),
+    (
+        {"metrics": {"f1": tm.BinaryF1Score(), "f1/x": tm.BinaryF1Score()}},
+        ValueError,
+        "the values 'f1' and 'f1/x', which loggers with a file per value cannot both keep",
+    ),
+    ({"metrics": SIX, "log_plots": 0.5}, TypeError, "log_plots must be a whole number"),
+    ({"metrics": SIX, "class_names": ["a"]}, ValueError, "1 names, but the metric"),
+    ({"metrics": SIX, "output_transform": "preds"}, TypeError, "output_transform must be a function"),
 )
 def test_wrong_arguments_are_refused(arguments, error, words):
     with pytest.raises(error, match=words):

@@ -12,6 +12,7 @@ from tests.metrics.tables import numbers, trainer
 pytest.importorskip("pycocotools", reason="the extra 'detection' is not installed")
 
 from lightning_tricks.metrics import detection_metrics
+from tests.small import cases
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using `DistributedSampler`")
 
@@ -50,7 +51,6 @@ def _masks(boxes, size=200):
 
 
 def coco(preds, target, kind="bbox"):
-    """The values of pycocotools itself."""
     import numpy as np
     from pycocotools import mask as rle
     from pycocotools.coco import COCO
@@ -137,16 +137,14 @@ def test_half_precision(dtype):
     assert numbers(suite.compute()) == pytest.approx(numbers(again.compute()), nan_ok=True)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda preds, target: preds[4].pop("scores"), "scores"),
-        (lambda preds, target: preds.pop(), "same length"),
-        (lambda preds, target: target[4].update(labels=torch.tensor([0, 1, 2, 3])), "labels must be 0 to 2, got 3"),
-        (lambda preds, target: preds[4].update(labels=torch.tensor([-1, 0, 0, 0, 0])), "labels must be 0 to 2, got -1"),
-        (lambda preds, target: preds[4]["boxes"].mul_(torch.nan), "20 numbers of boxes and scores are NaN"),
-        (lambda preds, target: target[4].update(boxes=target[4]["boxes"].flip(1)), 'give the preset box_format="xywh"'),
-    ],
+@cases(
+    "change, words",
+    (lambda preds, target: preds[4].pop("scores"), "scores"),
+    (lambda preds, target: preds.pop(), "same length"),
+    (lambda preds, target: target[4].update(labels=torch.tensor([0, 1, 2, 3])), "labels must be 0 to 2, got 3"),
+    (lambda preds, target: preds[4].update(labels=torch.tensor([-1, 0, 0, 0, 0])), "labels must be 0 to 2, got -1"),
+    (lambda preds, target: preds[4]["boxes"].mul_(torch.nan), "20 numbers of boxes and scores are NaN"),
+    (lambda preds, target: target[4].update(boxes=target[4]["boxes"].flip(1)), 'give the preset box_format="xywh"'),
 )
 def test_a_first_batch_that_does_not_fit_is_refused(change, words):
     preds, target = table()
@@ -155,9 +153,7 @@ def test_a_first_batch_that_does_not_fit_is_refused(change, words):
         MetricSuite(detection_metrics(3)).update(preds=preds, target=target)
 
 
-@pytest.mark.parametrize(
-    "change", [lambda m: m.float(), lambda m: m[:, None], lambda m: m.long(), lambda m: m[:, ::2, ::2]]
-)
+@cases("change", lambda m: m.float(), lambda m: m[:, None], lambda m: m.long(), lambda m: m[:, ::2, ::2])
 def test_masks_of_another_kind_are_refused(change):
     preds, target = table(masks=True)
     preds = [{**item, "masks": change(item["masks"])} for item in preds]

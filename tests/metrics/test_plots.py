@@ -1,5 +1,4 @@
 import sys
-import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +16,7 @@ from lightning_tricks._shared.pictures import can_log_images, log_image
 from lightning_tricks.metrics import binary_metrics, multiclass_metrics, multilabel_metrics, regression_metrics
 from lightning_tricks.metrics.core.plots import as_array, classes_figure, confusion_figure, curves_figure
 from tests.metrics.tables import OneLoader, loader_of, table
-from tests.small import QUIET
+from tests.small import QUIET, cases, without_warnings
 
 # Lightning's advice on its logging interval
 pytestmark = pytest.mark.filterwarnings("ignore:The number of training batches")
@@ -52,13 +51,11 @@ def test_tensorboard_gets_pictures_of_each_second_epoch_and_the_last(tmp_path):
     assert [event.step for event in events.Images("val/curves")] == [10, 15]
 
 
-@pytest.mark.parametrize(
-    ("metrics", "columns", "expected"),
-    [
-        (binary_metrics(), (torch.rand(20), torch.arange(20) % 2), ["confusion_matrix", "curves"]),
-        (multilabel_metrics(3), (torch.rand(20, 3), torch.rand(20, 3).round().long()), ["confusion_matrix", "curves"]),
-        (regression_metrics(), (torch.rand(20), torch.rand(20)), []),
-    ],
+@cases(
+    "metrics, columns, expected",
+    (binary_metrics(), (torch.rand(20), torch.arange(20) % 2), ["confusion_matrix", "curves"]),
+    (multilabel_metrics(3), (torch.rand(20, 3), torch.rand(20, 3).round().long()), ["confusion_matrix", "curves"]),
+    (regression_metrics(), (torch.rand(20), torch.rand(20)), []),
     ids=["binary", "multilabel", "regression"],
 )
 def test_what_makes_no_sense_is_not_drawn(tmp_path, metrics, columns, expected):
@@ -155,7 +152,6 @@ class Mute(Logger):
 def test_ranks_agree_on_whether_there_is_a_logger_for_pictures():
     callbacks = [MetricsMonitor(multiclass_metrics(4)), ImageLogger(shape=[1, 2, 2])]
     fitter = Trainer(callbacks=callbacks, **{**QUIET, "logger": Mute()}, strategy="ddp_fork", devices=2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Lightning's advice to test on one process
+    with without_warnings():  # Lightning's advice to test on one process
         (values,) = fitter.test(OneLoader(), loader_of(*table(9)[:2]), verbose=False)
     assert "test/f1" in values

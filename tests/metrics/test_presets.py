@@ -1,7 +1,5 @@
 """Every metric of every preset, against scikit-learn over random data, through the suite in batches of random sizes."""
 
-import warnings
-
 import numpy as np
 import pytest
 import sklearn.metrics as sk
@@ -21,6 +19,7 @@ from lightning_tricks.metrics import (
     retrieval_metrics,
     segmentation_metrics,
 )
+from tests.small import cases, without_warnings
 
 FEW = settings(max_examples=25, deadline=None, derandomize=True)
 SEEDS = st.integers(0, 2**20)
@@ -46,8 +45,7 @@ def assert_same(ours, oracle):
 
 def quietly(function, *args, **kwargs):
     """scikit-learn's value, without its warnings of undefined ones."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with without_warnings():
         return function(*args, **kwargs)
 
 
@@ -250,19 +248,17 @@ def test_a_preset_of_plain_values_is_the_same():
         assert list(again) == list(metrics)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"task": "multiklass"}, "Did you mean 'multiclass'"),
-        ({"task": "multiclass", "curves": True}, "curves=True needs num_classes"),
-        ({"task": "multilabel"}, "num_labels"),
-        ({"task": "calibration", "num_classes": 1}, "num_classes must be a whole number >= 2, got 1"),
-        ({"task": "multiclass", "num_classes": 1}, "num_classes must be a whole number >= 2, got 1"),
-        ({"task": "segmentation", "num_classes": 1}, "num_classes must be a whole number >= 2, got 1"),
-        ({"task": "multiclass", "num_classes": 3, "top_k": 4}, "top_k must be at most num_classes"),
-        ({"task": "regression", "num_classes": 3}, "num_outputs"),
-        ({"task": "regression", "num_outputs": 0}, "num_outputs must be a whole number >= 1, got 0"),
-    ],
+@cases(
+    "arguments, words",
+    ({"task": "multiklass"}, "Did you mean 'multiclass'"),
+    ({"task": "multiclass", "curves": True}, "curves=True needs num_classes"),
+    ({"task": "multilabel"}, "num_labels"),
+    ({"task": "calibration", "num_classes": 1}, "num_classes must be a whole number >= 2, got 1"),
+    ({"task": "multiclass", "num_classes": 1}, "num_classes must be a whole number >= 2, got 1"),
+    ({"task": "segmentation", "num_classes": 1}, "num_classes must be a whole number >= 2, got 1"),
+    ({"task": "multiclass", "num_classes": 3, "top_k": 4}, "top_k must be at most num_classes"),
+    ({"task": "regression", "num_classes": 3}, "num_outputs"),
+    ({"task": "regression", "num_outputs": 0}, "num_outputs must be a whole number >= 1, got 0"),
 )
 def test_wrong_arguments_are_refused(arguments, words):
     with pytest.raises((TypeError, ValueError), match=words):

@@ -15,7 +15,7 @@ from lightning_tricks._shared.report_parts import ClassValues, Reliability
 from lightning_tricks.metrics import MetricsError, MetricSuite, calibration_metrics, multiclass_metrics, ood_metrics
 from tests.metrics.tables import Table, loader_of, trainer
 from tests.metrics.test_presets import measured
-from tests.small import fork
+from tests.small import cases, fork
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Using `DistributedSampler`"),
@@ -129,18 +129,16 @@ def test_a_preset_alone_is_a_metric_collection():
         assert {name: value.item() for name, value in metrics.compute().items()} == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("metrics", "preds", "target", "words"),
-    [
-        (calibration_metrics(3), torch.randn(8, 3), torch.zeros(8).long(), r"look like logits.*torch.softmax"),
-        (calibration_metrics(3), torch.zeros(8).long(), torch.zeros(8).long(), "needs scores"),
-        (calibration_metrics(2), torch.rand(8), torch.zeros(8).long(), r"torch.stack\(\[1 - preds, preds\], dim=1\)"),
-        (calibration_metrics(3), torch.full((8, 3), 1 / 3), torch.full((8,), 3), "targets must be 0 to 2"),
-        (ood_metrics(), torch.randn(8), torch.arange(8), "targets must be 0 to 1"),
-        (ood_metrics(), torch.randn(8, 2), torch.zeros(8).long(), "same shape"),
-        (ood_metrics(), torch.zeros(8).long(), torch.zeros(8).long(), "needs scores"),
-        (ood_metrics(), torch.full((8,), torch.nan), torch.zeros(8).long(), "NaN"),
-    ],
+@cases(
+    "metrics, preds, target, words",
+    (calibration_metrics(3), torch.randn(8, 3), torch.zeros(8).long(), r"look like logits.*torch.softmax"),
+    (calibration_metrics(3), torch.zeros(8).long(), torch.zeros(8).long(), "needs scores"),
+    (calibration_metrics(2), torch.rand(8), torch.zeros(8).long(), r"torch.stack\(\[1 - preds, preds\], dim=1\)"),
+    (calibration_metrics(3), torch.full((8, 3), 1 / 3), torch.full((8,), 3), "targets must be 0 to 2"),
+    (ood_metrics(), torch.randn(8), torch.arange(8), "targets must be 0 to 1"),
+    (ood_metrics(), torch.randn(8, 2), torch.zeros(8).long(), "same shape"),
+    (ood_metrics(), torch.zeros(8).long(), torch.zeros(8).long(), "needs scores"),
+    (ood_metrics(), torch.full((8,), torch.nan), torch.zeros(8).long(), "NaN"),
 )
 def test_what_would_be_misunderstood_is_refused_in_the_first_batch(metrics, preds, target, words):
     monitor = MetricsMonitor(metrics, stages=["val"])

@@ -20,7 +20,7 @@ from lightning_tricks.metrics import (
 )
 from lightning_tricks.metrics.core.metric_groups import ScoreHistogram
 from lightning_tricks.metrics.core.metric_table import Task, stack_numbers
-from tests.small import HostReads
+from tests.small import HostReads, cases
 
 GENERATOR = torch.Generator().manual_seed(0)
 SCORES = torch.rand(60, 4, generator=GENERATOR)
@@ -420,16 +420,14 @@ def test_curves_of_logits_are_those_of_their_probabilities():
     assert torch.equal(counts[0][4].sum(0), torch.bincount(highest, minlength=ScoreHistogram.bins))
 
 
-@pytest.mark.parametrize(
-    ("metrics", "names", "error", "words"),
-    [
-        ([tm.BinaryF1Score()], None, TypeError, "metrics must be a Metric"),
-        ("multiclass", None, TypeError, "metrics must be"),
-        ({}, None, ValueError, "must hold at least one metric"),
-        (tm.MulticlassF1Score(4), ["a", "b"], ValueError, "2 names, but the metric 'MulticlassF1Score' has 4 classes"),
-        (tm.MulticlassF1Score(2), ["a", "a"], ValueError, "not repeat a name, .* got a twice\\."),
-        (tm.MulticlassF1Score(2), "ab", TypeError, "list of names"),
-    ],
+@cases(
+    "metrics, names, error, words",
+    ([tm.BinaryF1Score()], None, TypeError, "metrics must be a Metric"),
+    ("multiclass", None, TypeError, "metrics must be"),
+    ({}, None, ValueError, "must hold at least one metric"),
+    (tm.MulticlassF1Score(4), ["a", "b"], ValueError, "2 names, but the metric 'MulticlassF1Score' has 4 classes"),
+    (tm.MulticlassF1Score(2), ["a", "a"], ValueError, "not repeat a name, .* got a twice\\."),
+    (tm.MulticlassF1Score(2), "ab", TypeError, "list of names"),
 )
 def test_wrong_metrics_are_refused(metrics, names, error, words):
     with pytest.raises(error, match=words):

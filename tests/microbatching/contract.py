@@ -12,7 +12,6 @@ _HALF = ("bf16", "fp16", "16-true", "bf16-true", "fp16 fused", "bf16 fused", "em
 
 
 def targets(batch: list[torch.Tensor]) -> torch.Tensor:
-    """The number of targets of a batch of digits, of which each row has one."""
     return (batch[1] != -100).sum()
 
 

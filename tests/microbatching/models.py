@@ -76,7 +76,6 @@ class Net(LightningModule):
 
 
 def fit(module, *callbacks, data=None, batch_size=10, **trainer):
-    """Train, and return the Trainer."""
     given = {**QUIET, "max_epochs": 4, "callbacks": list(callbacks), **trainer}
     runner = Trainer(**given)
     loader = data if isinstance(data, DataLoader) else DataLoader(data or rows_of(), batch_size=batch_size)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
 from lightning_tricks.microbatching.core.batches import LoggedValues, count_rows, cut_batch, join_rows
+from tests.small import cases
 
 Pair = namedtuple("Pair", "x y")
 X, Y = torch.arange(24.0).reshape(6, 4), torch.arange(6)
@@ -76,19 +77,17 @@ class Graph:
         self.nodes = X
 
 
-@pytest.mark.parametrize(
-    ("batch", "words"),
-    [
-        ((X, torch.ones(10)), r"batch\[0\] has 6, batch\[1\] has 10"),
-        ({"x": X, "edges": torch.ones(2, 9)}, r"batch\['x'\] has 6, batch\['edges'\] has 2"),
-        (Graph(), "it holds a Graph"),
-        (pack_sequence([X, X[:3]]), "it holds a PackedSequence"),
-        (torch.tensor(1.0), "holds no tensor with rows"),
-        (["a", "b"], "holds no tensor with rows"),
-        ((X, X[:3], Y), r"batch\[1\] has 3"),
-        ({"x": X, "anchors": [[1, 2], [3, 4]]}, r"batch\['x'\] has 6, batch\['anchors'\] has 2"),
-        ((torch.nested.as_nested_tensor([*X], layout=torch.jagged), Y), r"of the layout torch\.jagged"),
-    ],
+@cases(
+    "batch, words",
+    ((X, torch.ones(10)), r"batch\[0\] has 6, batch\[1\] has 10"),
+    ({"x": X, "edges": torch.ones(2, 9)}, r"batch\['x'\] has 6, batch\['edges'\] has 2"),
+    (Graph(), "it holds a Graph"),
+    (pack_sequence([X, X[:3]]), "it holds a PackedSequence"),
+    (torch.tensor(1.0), "holds no tensor with rows"),
+    (["a", "b"], "holds no tensor with rows"),
+    ((X, X[:3], Y), r"batch\[1\] has 3"),
+    ({"x": X, "anchors": [[1, 2], [3, 4]]}, r"batch\['x'\] has 6, batch\['anchors'\] has 2"),
+    ((torch.nested.as_nested_tensor([*X], layout=torch.jagged), Y), r"of the layout torch\.jagged"),
 )
 def test_what_cannot_be_cut(batch, words):
     with pytest.raises(ValueError, match=words):

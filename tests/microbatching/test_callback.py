@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tricks import AutoResume, Microbatching
 from tests.microbatching.models import Memory, Net, difference, fit, rows_of
-from tests.small import Hooks, real_fp16
+from tests.small import Hooks, cases, real_fp16
 
 WAYS = {
     "fixed": lambda: (Microbatching(3), None),
@@ -32,14 +32,12 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-@pytest.mark.parametrize(
+@cases(
     "trainer",
-    [
-        {},
-        {"accumulate_grad_batches": 3},
-        {"gradient_clip_val": 0.1},
-        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-    ],
+    {},
+    {"accumulate_grad_batches": 3},
+    {"gradient_clip_val": 0.1},
+    {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
     ids=["plain", "accumulation", "norm", "value"],
 )
 def test_weights_and_logged_values_are_those_of_whole_batches(way, optimizer, trainer):
@@ -108,9 +106,8 @@ def test_batches_that_fit_are_trained_bit_for_bit_as_without(microbatching):
 
 @pytest.mark.filterwarnings("ignore:Microbatching could not compare")
 def test_a_single_row_that_does_not_fit():
-    with pytest.raises(
-        torch.OutOfMemoryError, match=r"a single row runs out of memory \(OutOfMemoryError: CUDA out of memory. Tried"
-    ):
+    words = r"a single row runs out of memory \(OutOfMemoryError: CUDA out of memory. Tried"
+    with pytest.raises(torch.OutOfMemoryError, match=words):
         fit(Net(Memory(0)), Microbatching())
 
 
@@ -341,8 +338,6 @@ class SameLoss(Plain):
 
 
 class Teaching(Plain):
-    """A teacher that follows with each step."""
-
     def __init__(self):
         super().__init__()
         self.teacher = deepcopy(self.net).requires_grad_(False)
@@ -743,7 +738,6 @@ def test_a_batch_that_training_step_fetches_by_itself_is_refused_with_the_remedy
         def training_step(self, dataloader_iter):
             return super().training_step(next(dataloader_iter)[0], 0)
 
-    with pytest.raises(
-        MisconfigurationException, match=r"take the batch as an argument, `training_step\(self, batch\)`"
-    ):
+    words = r"take the batch as an argument, `training_step\(self, batch\)`"
+    with pytest.raises(MisconfigurationException, match=words):
         fit(Fetches(), Microbatching(3))

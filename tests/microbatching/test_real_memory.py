@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_tricks import Microbatching
 from lightning_tricks.devices import limit_memory
 from tests.microbatching.models import difference, fit
+from tests.small import cases
 
 _MIB = 2**20
 
@@ -57,12 +58,10 @@ def _limited_gpu(more: int):
         limit_memory(1.0, 0)
 
 
-@pytest.mark.parametrize(
-    ("accelerator", "limited"),
-    [
-        ("cpu", _limited_process),
-        pytest.param("cuda", _limited_gpu, marks=pytest.mark.gpu("only a real allocator runs out of memory")),
-    ],
+@cases(
+    "accelerator, limited",
+    ("cpu", _limited_process),
+    pytest.param("cuda", _limited_gpu, marks=pytest.mark.gpu("only a real allocator runs out of memory")),
 )
 def test_a_batch_is_cut_until_it_fits(accelerator, limited):
     generator = torch.Generator().manual_seed(1)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_tricks import AutoResume, GradientClipping, Microbatching, SpikeGuard
 from lightning_tricks.microbatching.core.batches import TargetMean, count_targets
 from tests.microbatching.models import Memory, difference
-from tests.small import QUIET, Hooks, HostReads, local_sgd, real_fp16
+from tests.small import QUIET, Hooks, HostReads, cases, local_sgd, real_fp16
 
 LENGTH, CLASSES = 9, 5
 
@@ -85,9 +85,13 @@ CLIPPED = {
 
 
 @pytest.mark.parametrize(("clipped", "adam"), [("plain", True), ("Lightning clips", False), ("ours clips", False)])
-@pytest.mark.parametrize(
-    ("size", "memory", "batch_size", "accumulated"),
-    [(99, None, 3, 4), (2, None, 3, 4), (5, None, 12, 1), (None, None, 3, 4), (None, 2, 6, 2)],
+@cases(
+    "size, memory, batch_size, accumulated",
+    (99, None, 3, 4),
+    (2, None, 3, 4),
+    (5, None, 12, 1),
+    (None, None, 3, 4),
+    (None, 2, 6, 2),
     ids=["accumulated", "cut and accumulated", "cut", "accumulated, any size", "out of memory"],
 )
 def test_a_window_trains_as_one_batch(size, memory, batch_size, accumulated, adam, clipped):
@@ -417,13 +421,11 @@ def test_a_wrong_argument(wrong):
         Microbatching(count=wrong)
 
 
-@pytest.mark.parametrize(
-    ("number", "words"),
-    [
-        ("labels", r'needs a batch with batch\["labels"\], got a list: give a callable'),
-        (lambda batch: batch[0], r"count must return an int or a tensor of shape \(\), got tensor\(\[1\., 1\.\]\)"),
-        (lambda batch: "3", r"count must return an int or a tensor of shape \(\), got '3'"),
-    ],
+@cases(
+    "number, words",
+    ("labels", r'needs a batch with batch\["labels"\], got a list: give a callable'),
+    (lambda batch: batch[0], r"count must return an int or a tensor of shape \(\), got tensor\(\[1\., 1\.\]\)"),
+    (lambda batch: "3", r"count must return an int or a tensor of shape \(\), got '3'"),
 )
 def test_batches_without_a_number(number, words):
     with pytest.raises(TypeError, match=words):

@@ -10,7 +10,7 @@ from lightning_tricks import Tricks, TricksMixin, seed_everything
 from lightning_tricks.tricks import callback_of
 from tests.contract.cases import CASES
 from tests.contract.lab import FP32
-from tests.small import QUIET, EvaluatedNet, Net, loader, same
+from tests.small import QUIET, EvaluatedNet, Net, cases, loader, same
 
 FIELDS = {kind.__name__: field.name for field in dataclasses.fields(Tricks) if (kind := callback_of(field.name))}
 _CASES = {case.callback.__name__: case for case in CASES.values()}
@@ -94,9 +94,10 @@ def test_a_preset_needs_no_argument_and_any_field_replaces_its_own():
         Tricks.preset("regression", num_classes=10)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("metrics_monitor", {"task": "multiclass", "num_classes": 3}), ("gradual_unfreezing", {0: "fc.*", 5: "*"})],
+@cases(
+    "name, value",
+    ("metrics_monitor", {"task": "multiclass", "num_classes": 3}),
+    ("gradual_unfreezing", {0: "fc.*", 5: "*"}),
 )
 def test_a_field_takes_a_dict_that_is_the_first_argument(name, value):
     tricks = Tricks(**{name: value})

@@ -19,7 +19,7 @@ from lightning_tricks.checkpoint_remapping import CheckpointError, UnsafeCheckpo
 from lightning_tricks.ensembles import VotingClassifier
 from lightning_tricks.gradient_clipping import AGC, ClipValue, PercentileClip, ZScoreClip
 from lightning_tricks.gradient_clipping.core.methods import METHODS, ClipNorm
-from tests.small import PUBLIC, QUIET, loader
+from tests.small import PUBLIC, QUIET, cases, loader
 
 _OF_CLI = {"_instantiator": "lightning.pytorch.cli.instantiate_module"}
 _NAMED = "These tricks are off, as a checkpoint must not decide which files are read or written"
@@ -71,9 +71,8 @@ def test_only_descriptions_of_methods_are_built(calls):
             for where in ("method", "groups"):
                 described = {"class_path": hidden, "init_args": {}}
                 value = described if where == "method" else {"net.*": described}
-                with pytest.raises(
-                    ValueError, match=r"class_path must be one of lightning_tricks.gradient_clipping.AGC, "
-                ):
+                words = r"class_path must be one of lightning_tricks.gradient_clipping.AGC, "
+                with pytest.raises(ValueError, match=words):
                     Tricks(gradient_clipping={where: value})
     assert calls == []
 
@@ -303,20 +302,18 @@ _EVIL = {"class_path": "evil_module.Evil", "init_args": {"x": 1}}
 
 
 @pytest.mark.trap("checkpoints: LightningCLI's instantiator imports and calls what hyper-parameters name")
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("part", _EVIL),
-        ("function", "evil_module.run"),
-        ("kind", "evil_module.Evil"),
-        ("anything", [{"deep": _EVIL}]),
-        ("bare", _EVIL),
-        ("extra", _EVIL),
-        ("layers", {"a": _EVIL}),
-        ("options", _EVIL),
-        ("mode", "evil_module.Evil"),
-        ("exact", 1.5),
-    ],
+@cases(
+    "name, value",
+    ("part", _EVIL),
+    ("function", "evil_module.run"),
+    ("kind", "evil_module.Evil"),
+    ("anything", [{"deep": _EVIL}]),
+    ("bare", _EVIL),
+    ("extra", _EVIL),
+    ("layers", {"a": _EVIL}),
+    ("options", _EVIL),
+    ("mode", "evil_module.Evil"),
+    ("exact", 1.5),
 )
 @pytest.mark.parametrize("subclass", [{}, {"_class_path": f"{__name__}.FromCli"}], ids=["class", "subclass"])
 def test_hyperparameters_build_nothing(name, value, subclass, monkeypatch):

@@ -28,7 +28,7 @@ from lightning_tricks._torch_compat.modules import loads_as_torch_does
 from lightning_tricks.gradient_clipping import AGC, ClipValue
 from lightning_tricks.seeding import capture_rng_state
 from tests.contract.lab import SETTINGS
-from tests.small import QUIET, fit, loader, same
+from tests.small import QUIET, cases, fit, loader, same
 
 pytestmark = pytest.mark.oldest
 
@@ -89,42 +89,34 @@ def test_nothing_is_on_by_default():
     assert not {"SeedEverything", "GradientClipping"} & set(_types(trainer))
 
 
-@pytest.mark.parametrize(
-    "value", [{"max_norm": 0.3, "norm_type": math.inf, "log_norm": False}, 0.3, 1], ids=["arguments", "float", "int"]
-)
+@cases("value", {"max_norm": 0.3, "norm_type": math.inf, "log_norm": False}, 0.3, 1, ids=["arguments", "float", "int"])
 def test_a_field_takes_arguments_or_the_first_one_alone(value):
     (callback,) = Tricks(gradient_clipping=value).callbacks()
     assert callback.max_norm == (value["max_norm"] if isinstance(value, dict) else value)
     assert (callback.norm_type == math.inf) == isinstance(value, dict)
 
 
-@pytest.mark.parametrize(
-    ("fields", "error", "words"),
-    [
-        ({"seed_everything": -1}, ValueError, r"Tricks\(seed_everything=-1\): seed must be .*\[0, 2\*\*32 - 1\]"),
-        ({"seed_everything": {"sed": 1}}, TypeError, r"SeedEverything takes no 'sed'\. It takes seed, .* mean 'seed'"),
-        ({"gradient_clipping": 0}, ValueError, r"Tricks\(gradient_clipping=0\): max_norm must be a number > 0"),
-        ({"gradient_cliping": 1.0}, TypeError, "Tricks takes no 'gradient_cliping'.* mean 'gradient_clipping'?"),
-        ({"nvtx_ranges": 3}, TypeError, r"\(nvtx_ranges=3\): NvtxRanges takes no arguments: pass True or False\."),
-        ({"nvtx_ranges": {"rnges": 1}}, TypeError, r"NvtxRanges takes no arguments"),
-        ({"gradient_clipping": {"max_nrm": 1}}, TypeError, "GradientClipping takes no 'max_nrm'.* mean 'max_norm'?"),
-        ({"optimizer": {"nme": "SGD"}}, TypeError, "OptimizerSpec takes no 'nme'.* Did you mean 'name'?"),
-        ({"optimizer": {"momentum": 0.9}}, TypeError, r"The optimizer's own arguments go into kwargs=\{\.\.\.\}"),
-        ({"optimizer": _SGD, "schedule": {"knd": "wsd"}}, TypeError, "ScheduleSpec takes no 'knd'.* mean 'kind'?"),
-        ({"auto_resume": {"dirpath": "x", "train_time_interval": {"minuts": 1}}}, TypeError, "Did you mean 'minutes'?"),
-        (
-            {"metrics_monitor": {"metrics": {"task": "binary", "treshold": 1}}},
-            TypeError,
-            "takes no 'treshold'.* 'threshold'?",
-        ),
-        (
-            {"gradient_clipping": {"method": _object_of("ACG")}},
-            ValueError,
-            "got 'lightning_tricks.*ACG'.*clipping.AGC'?",
-        ),
-        ({"gradient_clipping": {"groups": {"*": _object_of("AGC", clip_facto=1)}}}, TypeError, "mean 'clip_factor'?"),
-        ({"gradient_clipping": {"method": {**_object_of("AGC"), "ini_args": {}}}}, TypeError, "mean 'init_args'?"),
-    ],
+@cases(
+    "fields, error, words",
+    ({"seed_everything": -1}, ValueError, r"Tricks\(seed_everything=-1\): seed must be .*\[0, 2\*\*32 - 1\]"),
+    ({"seed_everything": {"sed": 1}}, TypeError, r"SeedEverything takes no 'sed'\. It takes seed, .* mean 'seed'"),
+    ({"gradient_clipping": 0}, ValueError, r"Tricks\(gradient_clipping=0\): max_norm must be a number > 0"),
+    ({"gradient_cliping": 1.0}, TypeError, "Tricks takes no 'gradient_cliping'.* mean 'gradient_clipping'?"),
+    ({"nvtx_ranges": 3}, TypeError, r"\(nvtx_ranges=3\): NvtxRanges takes no arguments: pass True or False\."),
+    ({"nvtx_ranges": {"rnges": 1}}, TypeError, r"NvtxRanges takes no arguments"),
+    ({"gradient_clipping": {"max_nrm": 1}}, TypeError, "GradientClipping takes no 'max_nrm'.* mean 'max_norm'?"),
+    ({"optimizer": {"nme": "SGD"}}, TypeError, "OptimizerSpec takes no 'nme'.* Did you mean 'name'?"),
+    ({"optimizer": {"momentum": 0.9}}, TypeError, r"The optimizer's own arguments go into kwargs=\{\.\.\.\}"),
+    ({"optimizer": _SGD, "schedule": {"knd": "wsd"}}, TypeError, "ScheduleSpec takes no 'knd'.* mean 'kind'?"),
+    ({"auto_resume": {"dirpath": "x", "train_time_interval": {"minuts": 1}}}, TypeError, "Did you mean 'minutes'?"),
+    (
+        {"metrics_monitor": {"metrics": {"task": "binary", "treshold": 1}}},
+        TypeError,
+        "takes no 'treshold'.* 'threshold'?",
+    ),
+    ({"gradient_clipping": {"method": _object_of("ACG")}}, ValueError, "got 'lightning_tricks.*ACG'.*clipping.AGC'?"),
+    ({"gradient_clipping": {"groups": {"*": _object_of("AGC", clip_facto=1)}}}, TypeError, "mean 'clip_factor'?"),
+    ({"gradient_clipping": {"method": {**_object_of("AGC"), "ini_args": {}}}}, TypeError, "mean 'init_args'?"),
 )
 def test_bad_tricks_are_refused_when_they_are_made(fields, error, words):
     with pytest.raises(error, match=words):
@@ -242,9 +234,7 @@ class _BehindItAgain(_BehindAForgetful):
     pass
 
 
-@pytest.mark.parametrize(
-    "module_class", [_CallsSuper, _ForgetsSuper, _OfForgetful, _OverABase, _BehindAForgetful, _BehindItAgain]
-)
+@cases("module_class", _CallsSuper, _ForgetsSuper, _OfForgetful, _OverABase, _BehindAForgetful, _BehindItAgain)
 def test_cooperates_with_the_modules_own_callbacks(module_class):
     trainer = _fit(module_class(tricks=Tricks(**_BOTH)), logger=True, log_every_n_steps=5)
     names = _types(trainer)
@@ -310,9 +300,8 @@ def test_an_init_that_does_not_reach_the_mixin_is_named():
         def __init__(self):
             LightningModule.__init__(self)
 
-    with pytest.raises(
-        MisconfigurationException, match=r"Skips.__init__ does not call TricksMixin.__init__: add super\(\)"
-    ):
+    words = r"Skips.__init__ does not call TricksMixin.__init__: add super\(\)"
+    with pytest.raises(MisconfigurationException, match=words):
         Skips().configure_callbacks()
 
 
@@ -454,8 +443,6 @@ def test_seeding_through_the_mixin_needs_no_note(lightning_log):
 
 
 class _Specified(TricksMixin, LightningModule):
-    """Has no optimizer of its own."""
-
     def __init__(self, tricks: Tricks | None = None):
         super().__init__(tricks=tricks)
         self.save_hyperparameters()
@@ -501,9 +488,8 @@ def test_own_configure_optimizers_wins_and_that_is_logged(place, lightning_log):
 
 
 def test_no_optimizer_anywhere_is_refused():
-    with pytest.raises(
-        MisconfigurationException, match="_Specified does not define configure_optimizers, and its tricks have no"
-    ):
+    words = "_Specified does not define configure_optimizers, and its tricks have no"
+    with pytest.raises(MisconfigurationException, match=words):
         fit(_Specified())
 
 

@@ -9,7 +9,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 from lightning_tricks import ModelReport
 from tests.contract.lab import SETTINGS
-from tests.small import Net, fit, loader
+from tests.small import Net, cases, fit, loader
 
 
 def test_prints_once_after_the_first_step(capsys):
@@ -121,12 +121,10 @@ def test_two_ranks_report_once(lab, capfd, name):
     assert report["parameters"][0]["shape"] == [16, 64], "whole, also where it is sharded"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ({"depth": 0}, ValueError, "depth must be a whole number >= 1, got 0"),
-        ({"graph": "svg"}, TypeError, "graph must be True, False or a dict of options, got 'svg'"),
-    ],
+@cases(
+    "arguments, error, words",
+    ({"depth": 0}, ValueError, "depth must be a whole number >= 1, got 0"),
+    ({"graph": "svg"}, TypeError, "graph must be True, False or a dict of options, got 'svg'"),
 )
 def test_bad_arguments(arguments, error, words):
     with pytest.raises(error, match=words):

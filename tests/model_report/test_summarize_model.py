@@ -15,7 +15,7 @@ from lightning_tricks._shared.extras import install_command
 from lightning_tricks.model_report import summarize_model
 from tests.shared.test_model_copy import NETS, ROWS, Breaks, state_of
 from tests.shared.test_trainer_stub import BATCH, Adversaries, Classifier
-from tests.small import same
+from tests.small import cases, same
 
 
 def trained(*sizes):
@@ -68,18 +68,16 @@ def test_kinds_of_parameters():
 
 
 @pytest.mark.filterwarnings("ignore:.*[Ss]parse", "ignore:.*quantiz.*")
-@pytest.mark.parametrize(
-    ("make", "stored"),
-    [
-        (lambda: torch.eye(50).to_sparse(), 50 * (2 * 8 + 4)),
-        (lambda: torch.eye(50).to_sparse_csr(), 51 * 8 + 50 * (8 + 4)),
-        (lambda: torch.eye(50).to_sparse_bsc((5, 5)), 11 * 8 + 10 * 8 + 10 * 25 * 4),
-        (lambda: torch.quantize_per_tensor(torch.ones(6), 0.1, 0, torch.qint8), 6),
-        (lambda: torch.ones(6).to(torch.float8_e4m3fn), 6),
-        (lambda: torch.ones(6, dtype=torch.int8), 6),
-        (lambda: torch.ones(6, dtype=torch.bool), 6),
-        (lambda: torch.ones(6, dtype=torch.complex64), 48),
-    ],
+@cases(
+    "make, stored",
+    (lambda: torch.eye(50).to_sparse(), 50 * (2 * 8 + 4)),
+    (lambda: torch.eye(50).to_sparse_csr(), 51 * 8 + 50 * (8 + 4)),
+    (lambda: torch.eye(50).to_sparse_bsc((5, 5)), 11 * 8 + 10 * 8 + 10 * 25 * 4),
+    (lambda: torch.quantize_per_tensor(torch.ones(6), 0.1, 0, torch.qint8), 6),
+    (lambda: torch.ones(6).to(torch.float8_e4m3fn), 6),
+    (lambda: torch.ones(6, dtype=torch.int8), 6),
+    (lambda: torch.ones(6, dtype=torch.bool), 6),
+    (lambda: torch.ones(6, dtype=torch.complex64), 48),
     ids=range(8),
 )
 def test_memory_is_that_of_what_a_parameter_stores(make, stored):
@@ -112,8 +110,6 @@ def test_layers_and_graph():
 @pytest.mark.parametrize("training", [True, False])
 def test_layers_are_those_of_the_mode_that_the_model_is_in(training):
     class Auxiliary(nn.Module):
-        """Has a second head while it is trained."""
-
         def __init__(self):
             super().__init__()
             self.head, self.second = nn.Linear(8, 2), nn.Linear(8, 5)
@@ -226,8 +222,6 @@ def test_without_the_extra(package, what, monkeypatch):
 
 
 class TestFiles:
-    """Files that `write` makes."""
-
     def test_all_but_pictures(self, tmp_path, monkeypatch, lightning_log):
         monkeypatch.setattr(shutil, "which", lambda program: None)
         model, optimizer = trained(8, 4)

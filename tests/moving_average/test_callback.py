@@ -31,7 +31,7 @@ from lightning_tricks.checkpoint_remapping import CheckpointError
 from lightning_tricks.lr_schedules import CombinedOptimizer
 from tests.contract.checks import Interrupts
 from tests.moving_average.contract import average_of
-from tests.small import QUIET, EvaluatedNet, Hooks, Net, fit, loader, local_sgd, same
+from tests.small import QUIET, EvaluatedNet, Hooks, Net, cases, fit, loader, local_sgd, same, without_warnings
 from tests.spike_guard.oracle import Rows
 from tests.spike_guard.oracle import loader as loader_of_rows
 
@@ -506,8 +506,7 @@ def test_spike_guard_takes_back_averages(tmp_path):
     def train(left_out, *callbacks):
         data = loader_of_rows(Rows(12, {0, 7}, float("nan"), draws=False), left_out)
         unfreezing = GradualUnfreezing({0: "net.3.*", 1: "net.0.*"}, freeze_norm=False)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with without_warnings():
             trainer = fit(module := made(), EMA(), unfreezing, *callbacks, data=data, max_epochs=2, limit_val_batches=0)
         state = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         return copied(module), state["current_model_state"], state["moving_average"]
@@ -581,8 +580,7 @@ def test_load_weights_takes_the_average_of_a_file_with_weights_alone(evaluate, t
 
 
 def test_load_weights_takes_float32_of_half_precision(tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with without_warnings():
         trainer = fit(made(), EMA(), precision="bf16-true")
     trainer.save_checkpoint(tmp_path / "half.ckpt")
     load_weights(module := made(), tmp_path / "half.ckpt", ema=True)
@@ -624,9 +622,8 @@ def test_load_weights_takes_the_average_of_timm(tmp_path):
 
 def test_load_weights_says_where_there_is_no_average(tmp_path):
     torch.save({"model": nn.Linear(2, 2).state_dict()}, path := tmp_path / "plain.pt")
-    with pytest.raises(
-        CheckpointError, match=r"plain.pt is a checkpoint without an average of its weights, which are at model"
-    ):
+    words = r"plain.pt is a checkpoint without an average of its weights, which are at model"
+    with pytest.raises(CheckpointError, match=words):
         load_weights(nn.Linear(2, 2), path, ema=True)
     fit(made()).save_checkpoint(tmp_path / "bare.ckpt")
     with pytest.raises(CheckpointError, match="without an average of its weights, which are at state_dict: leave out"):
@@ -635,9 +632,8 @@ def test_load_weights_says_where_there_is_no_average(tmp_path):
     with pytest.raises(CheckpointError, match="without an average of its weights, which are at the top: leave"):
         load_weights(nn.Linear(2, 2), path, ema=True)
     for source, options in ((path, {"key": "model"}), (read_checkpoint(path), {})):
-        with pytest.raises(
-            ValueError, match=r"ema=True chooses the weights of a file, and so does (key='model'|a Checkp)"
-        ):
+        words = r"ema=True chooses the weights of a file, and so does (key='model'|a Checkp)"
+        with pytest.raises(ValueError, match=words):
             load_weights(nn.Linear(2, 2), source, ema=True, **options)
 
 
@@ -650,12 +646,10 @@ class Unstepped(Net):
 
 
 @pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
-@pytest.mark.parametrize(
-    ("words", "module", "options"),
-    [
-        ("follows the steps of optimizers: return those", Unstepped, {}),
-        ("StochasticWeightAveraging would replace", Net, {"callbacks": [StochasticWeightAveraging(0.1)]}),
-    ],
+@cases(
+    "words, module, options",
+    ("follows the steps of optimizers: return those", Unstepped, {}),
+    ("StochasticWeightAveraging would replace", Net, {"callbacks": [StochasticWeightAveraging(0.1)]}),
 )
 def test_refusals(words, module, options):
     callbacks = [EMA(), *options.pop("callbacks", ())]
@@ -665,9 +659,8 @@ def test_refusals(words, module, options):
 
 @pytest.mark.skipif(not hasattr(lightning_callbacks, "EMAWeightAveraging"), reason="Lightning 2.6 brings it")
 def test_lightnings_average_beside_it_is_refused():
-    with pytest.raises(
-        MisconfigurationException, match="WeightAveraging would replace the weights as well: remove one"
-    ):
+    words = "WeightAveraging would replace the weights as well: remove one"
+    with pytest.raises(MisconfigurationException, match=words):
         fit(made(), EMA(), lightning_callbacks.EMAWeightAveraging())
 
 

@@ -13,7 +13,7 @@ from lightning_tricks._shared.tensors import named_tensors
 from lightning_tricks.moving_average import MovingAverage, decay_at
 from lightning_tricks.moving_average.functional import batch_statistics
 from tests.moving_average.contract import average_of
-from tests.small import same
+from tests.small import cases, same
 
 DECAYS = st.floats(0, 0.9999)
 
@@ -240,13 +240,11 @@ def test_averaged_statistics_are_closer_to_those_of_the_average_at_torchs_moment
     assert (averaged < copied) is is_closer
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ({"decay": 1.0}, ValueError, r"decay must be a number >= 0 and < 1, got 1\.0"),
-        ({"decay": "high"}, TypeError, "decay must be a number"),
-        ({"decay": 0.9, "every_n_steps": 0}, ValueError, "every_n_steps must be a whole number >= 1, got 0"),
-    ],
+@cases(
+    "arguments, error, words",
+    ({"decay": 1.0}, ValueError, r"decay must be a number >= 0 and < 1, got 1\.0"),
+    ({"decay": "high"}, TypeError, "decay must be a number"),
+    ({"decay": 0.9, "every_n_steps": 0}, ValueError, "every_n_steps must be a whole number >= 1, got 0"),
 )
 def test_errors(arguments, error, words):
     with pytest.raises(error, match=words):

@@ -12,7 +12,6 @@ NEEDED = ("moto", "flask", "flask_cors", "s3fs")  # of the extra 'test'
 
 @pytest.fixture(scope="session")
 def s3_server():
-    """A server of S3 for all tests."""
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         pytest.skip(f"needs {', '.join(missing)}")
     server = S3Server()
@@ -34,7 +33,6 @@ def s3(s3_server, monkeypatch):
 
 @pytest.fixture
 def folder_store(tmp_path):
-    """An empty folder as a store."""
     return FolderStore(tmp_path / "store")
 
 

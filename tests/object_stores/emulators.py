@@ -63,7 +63,6 @@ def stopped(address: str, folder: Path) -> str:
 
 
 def killed(address: str, folder: Path) -> str:
-    """The run and its sender are killed."""
     first, second = (folder / name for name in ("first", "second"))
     run(first, on(first, address, more=[at("on_train_batch_start", 9, kill_all)]))
     more = on(second, address)

@@ -29,8 +29,6 @@ BANDWIDTH = 60_000_000  # bytes a second
 
 @dataclass
 class Found:
-    """What was counted."""
-
     kills: int = 0
     resumed: int = 0  # starts from a checkpoint
     began: int = 0  # starts where nothing was complete yet
@@ -43,7 +41,6 @@ def unowned(names: set[str]) -> set[str]:
 
 
 def has_ended(process: int) -> bool:
-    """Whether a child of this process has ended."""
     return os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 

@@ -57,7 +57,6 @@ def kill_sender(name: str = "SIGKILL") -> None:
 
 
 def wait_until(is_so: Callable[[], object], seconds: float = 60) -> None:
-    """Wait for something that has to happen."""
     until = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < until, "it did not happen"
@@ -65,7 +64,6 @@ def wait_until(is_so: Callable[[], object], seconds: float = 60) -> None:
 
 
 def sent_step(machine: Path) -> int:
-    """Return the step of the checkpoint that was sent last from a machine."""
     return int(CheckpointFolder(machine / SCRATCH).read_private("mirror.json").get("step", -1))
 
 
@@ -76,7 +74,6 @@ def output(machine: Path) -> str:
 
 
 def assert_ends(machine: Path, options: dict[str, Any]) -> None:
-    """Take a run to its end."""
     assert run(machine, options) == 0, output(machine)[-3000:]
 
 

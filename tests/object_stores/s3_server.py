@@ -34,8 +34,6 @@ class Slow:
 
 
 class Faults:
-    """What stands before the application."""
-
     def __init__(self, application):
         self.application, self.faults, self.chance = application, {}, random.Random(3)
 
@@ -63,8 +61,6 @@ class Faults:
 
 
 class Quiet(WSGIRequestHandler):
-    """Logs nothing."""
-
     def log(self, *args):
         """Log nothing."""
 

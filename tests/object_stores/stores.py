@@ -15,8 +15,6 @@ BUCKET = "bucket"
 
 
 class FolderStore:
-    """The objects at a file:// address."""
-
     def __init__(self, folder: Path) -> None:
         self.folder, self.address = folder, f"file://{folder}"
 

@@ -33,7 +33,6 @@ def second(tmp_path):
 
 
 def checkpoints(store, file=META):
-    """Return the names of the files of checkpoints in the store, oldest first."""
     return sorted(name for name in store.names() if "-epoch=" in name and name.endswith(file))
 
 

@@ -19,7 +19,7 @@ from tests.object_stores.machines import (
     output,
     wait_until,
 )
-from tests.small import Net, fit, same
+from tests.small import Net, cases, fit, same
 
 BOTH = {"loggers": ["csv", "tensorboard"]}
 MIDDLE = "in the middle of an epoch"
@@ -27,7 +27,6 @@ MIDDLE = "in the middle of an epoch"
 
 @pytest.fixture
 def machines(tmp_path):
-    """Folders, one a machine."""
     return [tmp_path / name for name in ("first", "second", "third")]
 
 
@@ -61,13 +60,11 @@ def test_no_random_number_of_the_script_is_drawn_for_a_retry(s3, machines, tmp_p
     assert_as_undisturbed(machines[:1], tmp_path / "whole", options)
 
 
-@pytest.mark.parametrize(
+@cases(
     "options",
-    [
-        {"resume": {"asynchronous": True}, "ballast": 4},
-        {"ranks": 2, "strategy": "ddp_fork", "epochs": 25},  # they ask each other for signals every 0.1 s
-        {"workers": 2, "persistent": True},
-    ],
+    {"resume": {"asynchronous": True}, "ballast": 4},
+    {"ranks": 2, "strategy": "ddp_fork", "epochs": 25},  # they ask each other for signals every 0.1 s
+    {"workers": 2, "persistent": True},
     ids=["asynchronous", "two ranks", "workers"],
 )
 def test_ways_to_train(options, folder_store, machines, tmp_path):

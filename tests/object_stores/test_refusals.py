@@ -2,11 +2,10 @@
 
 import re
 
-import pytest
-
 from tests.auto_resume.killing import run
 from tests.contract.processes import free_port
 from tests.object_stores.machines import SCRATCH, assert_ends, on, output
+from tests.small import cases
 
 
 def assert_refused(machine, address, words, **options):
@@ -18,14 +17,12 @@ def assert_refused(machine, address, words, **options):
     assert not (machine / "logged.jsonl").exists()
 
 
-@pytest.mark.parametrize(
-    ("status", "code", "words"),
-    [
-        (403, "AccessDenied", "denied|Forbidden"),
-        (403, "InvalidAccessKeyId", "denied|Forbidden|InvalidAccessKeyId"),
-        (403, "SignatureDoesNotMatch", "denied|Forbidden|SignatureDoesNotMatch"),
-        (400, "ExpiredToken", "expired|ExpiredToken"),
-    ],
+@cases(
+    "status, code, words",
+    (403, "AccessDenied", "denied|Forbidden"),
+    (403, "InvalidAccessKeyId", "denied|Forbidden|InvalidAccessKeyId"),
+    (403, "SignatureDoesNotMatch", "denied|Forbidden|SignatureDoesNotMatch"),
+    (400, "ExpiredToken", "expired|ExpiredToken"),
 )
 def test_what_the_server_refuses(status, code, words, s3, tmp_path):
     s3.server.set_faults(fail=status, code=code)
@@ -50,12 +47,10 @@ def test_a_server_that_is_not_there(s3, tmp_path, monkeypatch):
     assert_refused(tmp_path / "run", s3.address, f"{s3.address} cannot be used: .*[Cc]onnect.*Check the address")
 
 
-@pytest.mark.parametrize(
-    ("address", "words"),
-    [
-        ("gs://bucket/run", r"cannot be opened: gs:// needs the extra 'gs': pip install"),
-        ("nope://bucket/run", "cannot be used: .*Protocol not known: nope"),
-    ],
+@cases(
+    "address, words",
+    ("gs://bucket/run", r"cannot be opened: gs:// needs the extra 'gs': pip install"),
+    ("nope://bucket/run", "cannot be used: .*Protocol not known: nope"),
 )
 def test_a_package_that_is_missing(address, words, tmp_path, monkeypatch):
     (tmp_path / "gcsfs.py").write_text("raise ImportError('not there')")

@@ -7,7 +7,6 @@ import signal
 import struct
 import sys
 import tracemalloc
-import warnings
 from collections import namedtuple
 from contextlib import nullcontext
 from pathlib import Path
@@ -36,7 +35,7 @@ from lightning_tricks import AutoResume, PredictionWriter, SeedEverything
 from lightning_tricks.predictions.core.parts import MergedParts
 from tests.contract.processes import append_output_to, run_and_exit
 from tests.predictions.runs import TWO_RANKS, Numbers, Squares, predict, rows_of, squares
-from tests.small import QUIET, fork
+from tests.small import QUIET, fork, recorded_warnings
 
 FORMATS = ("jsonl", "npz", "pt", "parquet")
 # What Lightning says of loaders that are unusual in a prediction
@@ -349,8 +348,6 @@ class Stream(IterableDataset):
 
 
 class Batches:
-    """No DataLoader at all."""
-
     def __iter__(self):
         yield torch.full((3, 2), 9.0), torch.tensor([3, 1, 2])
 
@@ -423,8 +420,7 @@ def test_a_collate_fn_that_sorts_is_said_once(how, keeps, workers):
     is_said = how == "in its place" or (how == "sorted" and keeps != "nothing")  # else nobody can see it
     module = Squares()
     module.predict_step = lambda batch, batch_idx: batch[0][:, 0]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded_warnings() as caught:
         predict(PredictionWriter("out.jsonl"), module, loader)
     assert sum("collate_fn of loader '0' sorts the samples" in str(one.message) for one in caught) == is_said
     assert type(loader.collate_fn) is Padded
@@ -584,17 +580,15 @@ def test_what_belongs_to_another_run_is_refused_in_words():
         predict(resumed, limit_predict_batches=1)
     with pytest.raises(MisconfigurationException, match=r"columns: None before, .'square'. now"):
         predict(PredictionWriter("out.jsonl", resume=True, columns=["square"]))
-    with pytest.raises(
-        MisconfigurationException, match="its columns are prediction, and those of another batch square"
-    ):
+    message = "its columns are prediction, and those of another batch square"
+    with pytest.raises(MisconfigurationException, match=message):
         predict(resumed, Squares(transform=lambda values, numbers: values))
     assert len([*folder.glob("*.part")]) == 1
     content = (folder / "run.json").read_text()
     for damaged in ("", content[:50], "[]", "[" * 100_000, '{"hyperparameters": []}'):
         (folder / "run.json").write_text(damaged)
-        with pytest.raises(
-            MisconfigurationException, match=r"run.json is damaged, .* Give resume=False to start again\."
-        ):
+        message = r"run.json is damaged, .* Give resume=False to start again\."
+        with pytest.raises(MisconfigurationException, match=message):
             predict(resumed)
     (folder / "run.json").write_text(content)
     predict(resumed)

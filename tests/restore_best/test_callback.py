@@ -24,7 +24,7 @@ from lightning_tricks.metrics import multiclass_metrics
 from lightning_tricks.seeding import isolated_rng
 from tests.contract.checks import Interrupts
 from tests.restore_best.contract import Validated, Watches, state_of
-from tests.small import QUIET, EvaluatedNet, Hooks, fork, loader, same
+from tests.small import QUIET, EvaluatedNet, Hooks, cases, fork, loader, same
 
 
 class Scored(EvaluatedNet):
@@ -57,16 +57,14 @@ def loss_of(module):
     return result["loss"]
 
 
-@pytest.mark.parametrize(
-    ("mode", "scores", "best"),
-    [
-        ("min", (3.0, 1.0, 2.0, 1.0), 1),
-        ("max", (3.0, 1.0, 3.0, 1.0), 0),
-        ("min", (math.nan, 2.0, math.nan, 3.0), 1),
-        ("max", (math.nan, math.inf, 5.0, math.nan), 1),
-        ("min", (math.inf, math.nan, math.inf, math.nan), 0),
-        ("max", (-math.inf, -7.0, -9.0, -8.0), 1),
-    ],
+@cases(
+    "mode, scores, best",
+    ("min", (3.0, 1.0, 2.0, 1.0), 1),
+    ("max", (3.0, 1.0, 3.0, 1.0), 0),
+    ("min", (math.nan, 2.0, math.nan, 3.0), 1),
+    ("max", (math.nan, math.inf, 5.0, math.nan), 1),
+    ("min", (math.inf, math.nan, math.inf, math.nan), 0),
+    ("max", (-math.inf, -7.0, -9.0, -8.0), 1),
 )
 def test_the_module_ends_with_the_bits_of_the_best_validation(tmp_path, lightning_log, mode, scores, best):
     module, callback, watches = Scored(scores), RestoreBest("score", mode), Watches(tmp_path, "score")
@@ -128,19 +126,16 @@ def test_without_a_validation_the_module_stays(lightning_log, options):
 
 
 def test_a_missing_value_names_those_that_there_are():
-    with pytest.raises(
-        MisconfigurationException, match=r"Log it, or name one of the logged values: loss. Did you mean 'loss'\?"
-    ):
+    words = r"Log it, or name one of the logged values: loss. Did you mean 'loss'\?"
+    with pytest.raises(MisconfigurationException, match=words):
         fit([RestoreBest("los")], EvaluatedNet())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ((["loss", "acc"],), r"one logged value, such as 'val/loss', got \['loss', 'acc'\]"),
-        (("",), "got ''"),
-        (("loss", "smallest"), "mode must be one of min, max, got 'smallest'"),
-    ],
+@cases(
+    "arguments, words",
+    ((["loss", "acc"],), r"one logged value, such as 'val/loss', got \['loss', 'acc'\]"),
+    (("",), "got ''"),
+    (("loss", "smallest"), "mode must be one of min, max, got 'smallest'"),
 )
 def test_wrong_arguments(arguments, words):
     with pytest.raises((TypeError, ValueError), match=words):
@@ -304,9 +299,8 @@ def test_a_resumed_run_may_lack_the_value_in_some_validations(tmp_path):
             if self.trainer.current_epoch != 2:
                 super().on_validation_epoch_end()
 
-    with pytest.warns(
-        UserWarning, match="this validation did not log it. Log it, or name one of the logged values: loss"
-    ):
+    words = "this validation did not log it. Log it, or name one of the logged values: loss"
+    with pytest.warns(UserWarning, match=words):
         callback = resumed(tmp_path / "a.ckpt", Gaps((0.0, 0.0, 0.0, 0.1)), "score")
     assert callback.best_epoch == 3
 

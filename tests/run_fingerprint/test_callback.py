@@ -50,13 +50,10 @@ def record(
 
 
 def rows(run):
-    """What was recorded of each rank."""
     return [[(row.key, row.as_dict()) for row in part] for part in run]
 
 
 def at_step(step, act, hook="on_train_batch_start", rank=0):
-    """Do something to the module in a hook of a step."""
-
     def look(trainer, module, *_):
         if trainer.global_step == step and trainer.global_rank == rank:
             act(module)

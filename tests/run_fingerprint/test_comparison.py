@@ -5,6 +5,7 @@ import pytest
 
 from lightning_tricks.run_fingerprint import FingerprintRecordError, compare
 from lightning_tricks.run_fingerprint.core.record import Column, FingerprintRecord, RecordHeader
+from tests.small import cases
 
 COLUMNS = (
     Column("data", "0"),
@@ -39,17 +40,15 @@ def test_equal_runs_have_no_difference():
     assert str(longer).endswith("Run B has more steps.")
 
 
-@pytest.mark.parametrize(
-    ("column", "kind", "layer", "words"),
-    [
-        (Column("data", "0"), "data", "0", "data. Part 0 of the batch differs."),
-        (Column("forward", "conv"), "forward", "conv", "forward. The output of conv differs (2 of 2 differ)."),
-        (Column("forward", "fc"), "forward", "fc", "The output of the layer that ran before it, conv, is equal."),
-        (Column("loss"), "forward", "loss", "forward. The output of loss differs."),
-        (Column("gradient", "fc.weight"), "gradient", "fc.weight", "gradient of fc.weight differs (1 of 2 differ)."),
-        (Column("gradient", "conv.weight"), "gradient", "fc.weight", "(2 of 2 differ)"),
-        (Column("weights", "fc.weight"), "update", "fc.weight", "fc.weight differs after the update (1 of 2 differ)."),
-    ],
+@cases(
+    "column, kind, layer, words",
+    (Column("data", "0"), "data", "0", "data. Part 0 of the batch differs."),
+    (Column("forward", "conv"), "forward", "conv", "forward. The output of conv differs (2 of 2 differ)."),
+    (Column("forward", "fc"), "forward", "fc", "The output of the layer that ran before it, conv, is equal."),
+    (Column("loss"), "forward", "loss", "forward. The output of loss differs."),
+    (Column("gradient", "fc.weight"), "gradient", "fc.weight", "gradient of fc.weight differs (1 of 2 differ)."),
+    (Column("gradient", "conv.weight"), "gradient", "fc.weight", "(2 of 2 differ)"),
+    (Column("weights", "fc.weight"), "update", "fc.weight", "fc.weight differs after the update (1 of 2 differ)."),
 )
 def test_the_first_difference_is_named(column, kind, layer, words):
     """What a step makes later differs as well; of gradients the one nearest to the loss is the first that was made."""

@@ -19,7 +19,7 @@ from torch import nn
 
 from lightning_tricks.run_fingerprint import fingerprint
 from tests.emulated_cuda.device import EmulatedCuda
-from tests.small import HostReads
+from tests.small import HostReads, cases
 
 SHORT, LONG, ROW, ROWS = 2_048, 262_144, 32_749, (509, 521)
 MASK = 2**64 - 1
@@ -176,23 +176,21 @@ class Color(enum.Enum):
 Pair = namedtuple("Pair", "left right")
 
 
-@pytest.mark.parametrize(
+@cases(
     "make",
-    [
-        lambda x, t: {"x": x, "t": t},
-        lambda x, t: UserDict(x=x, t=t),
-        lambda x, t: Sample(x, t),
-        lambda x, t: Plain([x, (t, None)]),
-        lambda x, t: Pair(x, t),
-        lambda x, t: [x.numpy(), {t}],
-        lambda x, t: [np.float64(x[0].item()), x.tolist(), t],
-        lambda x, t: [x, pathlib.Path(t)],
-        lambda x, t: [x, np.array([t], dtype=object)],
-        lambda x, t: [x.to_sparse(), t],
-        lambda x, t: [x.view(1, 2).to_sparse_csr(), t],
-        lambda x, t: [torch.nested.nested_tensor([x, x[:1]]), t],
-        lambda x, t: [torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), t],
-    ],
+    lambda x, t: {"x": x, "t": t},
+    lambda x, t: UserDict(x=x, t=t),
+    lambda x, t: Sample(x, t),
+    lambda x, t: Plain([x, (t, None)]),
+    lambda x, t: Pair(x, t),
+    lambda x, t: [x.numpy(), {t}],
+    lambda x, t: [np.float64(x[0].item()), x.tolist(), t],
+    lambda x, t: [x, pathlib.Path(t)],
+    lambda x, t: [x, np.array([t], dtype=object)],
+    lambda x, t: [x.to_sparse(), t],
+    lambda x, t: [x.view(1, 2).to_sparse_csr(), t],
+    lambda x, t: [torch.nested.nested_tensor([x, x[:1]]), t],
+    lambda x, t: [torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), t],
     ids=range(13),
 )
 @pytest.mark.filterwarnings("ignore:.*[Ss]parse CSR:UserWarning", "ignore:.*nested tensors:UserWarning")
@@ -222,20 +220,18 @@ class Called(Plain):
         """Do what the batches of some libraries do when they are called."""
 
 
-@pytest.mark.parametrize(
+@cases(
     "make",
-    [
-        lambda number: Slotted(torch.tensor(number), "a"),
-        lambda number: Private(torch.tensor(number), "a"),
-        lambda number: Called(torch.tensor(number)),
-        lambda number: deque([torch.tensor(number)]),
-        lambda number: [Image.new("L", (2, 2), number)],
-        lambda number: np.array(f"2000-01-0{number}", dtype="datetime64"),
-        lambda number: [np.datetime64(f"2000-01-0{number}")],
-        lambda number: [datetime.date(2000, 1, number)],
-        lambda number: [Decimal(number) / 3, range(number)],
-        lambda number: bytearray([number]),
-    ],
+    lambda number: Slotted(torch.tensor(number), "a"),
+    lambda number: Private(torch.tensor(number), "a"),
+    lambda number: Called(torch.tensor(number)),
+    lambda number: deque([torch.tensor(number)]),
+    lambda number: [Image.new("L", (2, 2), number)],
+    lambda number: np.array(f"2000-01-0{number}", dtype="datetime64"),
+    lambda number: [np.datetime64(f"2000-01-0{number}")],
+    lambda number: [datetime.date(2000, 1, number)],
+    lambda number: [Decimal(number) / 3, range(number)],
+    lambda number: bytearray([number]),
     ids=range(10),
 )
 def test_values_that_no_attribute_shows_count(make):

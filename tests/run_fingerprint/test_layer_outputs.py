@@ -10,6 +10,7 @@ from torch import nn
 from lightning_tricks.run_fingerprint.core.record import RecordHeader, read_record
 from lightning_tricks.run_fingerprint.core.step_recorder import LayerOutputs, ModelTensors, RowWriter, StepRecorder
 from tests.contract.lab import traces
+from tests.small import cases
 
 
 def seen(model, run):
@@ -53,15 +54,13 @@ def test_a_trace_is_not_recorded():
     assert seen(model, lambda m: torch.jit.trace(m, torch.ones(1, 4), check_trace=False)) == []
 
 
-@pytest.mark.parametrize(
+@cases(
     "run",
-    [
-        lambda net, rows: torch.func.vmap(net)(rows),
-        lambda net, rows: torch.func.grad(lambda x: net(x).sum())(rows),
-        lambda net, rows: torch.func.vmap(torch.func.jacrev(net))(rows),
-        lambda net, rows: torch.func.jvp(net, (rows,), (rows,)),
-        lambda net, rows: torch.func.functional_call(net, dict(net.named_parameters()), (rows,)),
-    ],
+    lambda net, rows: torch.func.vmap(net)(rows),
+    lambda net, rows: torch.func.grad(lambda x: net(x).sum())(rows),
+    lambda net, rows: torch.func.vmap(torch.func.jacrev(net))(rows),
+    lambda net, rows: torch.func.jvp(net, (rows,), (rows,)),
+    lambda net, rows: torch.func.functional_call(net, dict(net.named_parameters()), (rows,)),
     ids=["vmap", "grad", "per sample", "jvp", "functional_call"],
 )
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")  # torch's own, for jvp

@@ -28,7 +28,7 @@ from lightning_tricks.run_fingerprint.core.ranks import RankComparison, RankExch
 from lightning_tricks.run_fingerprint.core.record import Column
 from lightning_tricks.run_report import find_all, read_record
 from tests.run_fingerprint.test_callback import ConvNet, at_step, saving, stopping
-from tests.small import QUIET, Hooks, Net, digits, fork, ranks_agree_at_once
+from tests.small import QUIET, Hooks, Net, cases, digits, fork, ranks_agree_at_once
 
 DDP = {"strategy": "ddp_fork", "devices": 2}
 WARNED = "ignore:RunFingerprint:UserWarning"  # by rank zero, in a process of its own: the report tells what it said
@@ -118,9 +118,8 @@ def test_the_same_data_on_both_ranks(tmp_path, capsys, detail):
 
 def test_a_finding_is_a_warning_at_once(tmp_path):
     """Warnings are errors here, and rank zero raises them."""
-    with pytest.raises(
-        Exception, match=r"RunFingerprint: The weights of rank 1 differ .* after step 5 \(epoch 0, batch 5\)"
-    ):
+    words = r"RunFingerprint: The weights of rank 1 differ .* after step 5 \(epoch 0, batch 5\)"
+    with pytest.raises(Exception, match=words):
         run(tmp_path, [at_step(5, drift, rank=1)])
 
 
@@ -410,9 +409,8 @@ def test_two_runs_are_compared_rank_by_rank_and_rates_are_named(tmp_path, capsys
 def test_a_stream_that_each_worker_reads_as_a_whole(tmp_path, limit):
     seed_everything(1, verbose=False)
     callbacks = [RunFingerprint(tmp_path / "run.jsonl"), RunReport(tmp_path / "report")]
-    with pytest.warns(
-        UserWarning, match="In epoch 0, (15|29) different batches came 2 times each, one after the other"
-    ):
+    words = "In epoch 0, (15|29) different batches came 2 times each, one after the other"
+    with pytest.warns(UserWarning, match=words):
         Trainer(callbacks=callbacks, max_epochs=1, limit_train_batches=limit, **QUIET).fit(
             Net(), DataLoader(Stream(120 if limit == 57 else 60), 4, num_workers=2)
         )
@@ -420,18 +418,16 @@ def test_a_stream_that_each_worker_reads_as_a_whole(tmp_path, limit):
     assert said.endswith("Divide an iterable data set among its workers, by torch.utils.data.get_worker_info().")
 
 
-@pytest.mark.parametrize(
-    ("batches", "is_found"),
-    [
-        ([step // 3 for step in range(60)], True),
-        ([step // 3 for step in range(58)], True),
-        (list(range(60)), False),
-        ([step % 20 for step in range(60)], False),  # an endless stream
-        ([step // 3 % 10 for step in range(60)], False),
-        ([0] * 60, False),
-        ([*range(14), 14, 14], False),
-        ([step // 5 for step in range(60)], False),  # twelve
-    ],
+@cases(
+    "batches, is_found",
+    ([step // 3 for step in range(60)], True),
+    ([step // 3 for step in range(58)], True),
+    (list(range(60)), False),
+    ([step % 20 for step in range(60)], False),  # an endless stream
+    ([step // 3 % 10 for step in range(60)], False),
+    ([0] * 60, False),
+    ([*range(14), 14, 14], False),
+    ([step // 5 for step in range(60)], False),  # twelve
 )
 def test_only_batches_that_all_come_again_at_once_are_told(batches, is_found):
     for block in (1, 7, 60):

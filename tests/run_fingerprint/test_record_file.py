@@ -8,6 +8,7 @@ import torch
 from lightning_tricks.run_fingerprint import FingerprintRecordError, read_ranks
 from lightning_tricks.run_fingerprint.core.record import Column, RecordHeader, rank_path, read_first_rows, read_record
 from lightning_tricks.run_fingerprint.core.step_recorder import RowWriter
+from tests.small import cases
 
 
 def recorded(path, steps, each=lambda step: {"loss": step}, header=None, begin=0):
@@ -111,21 +112,19 @@ def test_other_files_are_refused_with_an_error(tmp_path):
         read_record(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "words"),
-    [
-        ('"version": 2', '"version": 3', "version 3, but this lightning_tricks reads version 2: update"),
-        ('"version": 2', '"version": true', "is not a file of RunFingerprint"),
-        ('"world_size": 1', '"world_size": 0', "damaged header: world_size must be"),
-        ('"detail": "step"', '"detail": "all"', "damaged header: detail must be"),
-        ('"version": 2', '"version": 2, "unheard_of": 1', "damaged header: .*unheard_of"),
-        ('"rank": 0', '"rank": [0]', "is not a file of RunFingerprint"),
-        ('"rows": "', '"rows": "?', "damaged in line 3"),
-        *(
-            ('["loss", "", 1]', column, "damaged in line 2: a column is malformed")
-            for column in ('["losses"]', '["forward", 3]', '["forward", "net", "2"]', '["forward", "net", true]')
-        ),
-    ],
+@cases(
+    "old, new, words",
+    ('"version": 2', '"version": 3', "version 3, but this lightning_tricks reads version 2: update"),
+    ('"version": 2', '"version": true', "is not a file of RunFingerprint"),
+    ('"world_size": 1', '"world_size": 0', "damaged header: world_size must be"),
+    ('"detail": "step"', '"detail": "all"', "damaged header: detail must be"),
+    ('"version": 2', '"version": 2, "unheard_of": 1', "damaged header: .*unheard_of"),
+    ('"rank": 0', '"rank": [0]', "is not a file of RunFingerprint"),
+    ('"rows": "', '"rows": "?', "damaged in line 3"),
+    *(
+        ('["loss", "", 1]', column, "damaged in line 2: a column is malformed")
+        for column in ('["losses"]', '["forward", 3]', '["forward", "net", "2"]', '["forward", "net", true]')
+    ),
 )
 def test_what_no_run_writes_is_refused(tmp_path, old, new, words):
     path = tmp_path / "run.jsonl"

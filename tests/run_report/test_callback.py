@@ -29,7 +29,7 @@ from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks.run_report import read_record
 from tests.contract.checks import Interrupts
 from tests.contract.processes import run_and_exit
-from tests.small import QUIET, EvaluatedNet, Net, digits, loader
+from tests.small import QUIET, EvaluatedNet, Net, cases, digits, loader
 
 
 class Logs(Net):
@@ -71,15 +71,13 @@ def undisturbed(tmp_path_factory):
     return read_record(folder)
 
 
-@pytest.mark.parametrize(
+@cases(
     "options",
-    [
-        {},
-        {"accumulate_grad_batches": 4},
-        {"val_check_interval": 3, "check_val_every_n_epoch": None},
-        {"log_every_n_steps": 3, "num_sanity_val_steps": 2},
-        {"reload_dataloaders_every_n_epochs": 1, "limit_val_batches": 0},
-    ],
+    {},
+    {"accumulate_grad_batches": 4},
+    {"val_check_interval": 3, "check_val_every_n_epoch": None},
+    {"log_every_n_steps": 3, "num_sanity_val_steps": 2},
+    {"reload_dataloaders_every_n_epochs": 1, "limit_val_batches": 0},
 )
 def test_record_holds_what_a_csv_logger_writes(tmp_path, options, undisturbed):
     logger = CSVLogger(tmp_path / "csv")

@@ -16,7 +16,7 @@ from lightning_tricks.run_report.core.comparison_page import differing_settings
 from lightning_tricks.run_report.core.record import Row, read_run, write_rows, write_run
 from tests.run_report.test_settings import WHERE, callbacks, recorded
 from tests.run_report.test_whole_page import Tree, figures, legend, sections
-from tests.small import QUIET, EvaluatedNet, loader
+from tests.small import QUIET, EvaluatedNet, cases, loader
 
 EVIL = "</td><script>alert('x')</script>&\"'"
 
@@ -56,16 +56,14 @@ def test_order_is_a_difference_beside_a_callback_that_one_run_lacks(compare):
     assert list(compare(*orders)) == ["callbacks (trainer)", "Timer"]
 
 
-@pytest.mark.parametrize(
-    ("name", "group", "setting"),
-    [
-        ("callbacks", "trainer", None),
-        ("optimizer", "trainer", "optimizer 0"),
-        ("optimizer 1", "trainer", "optimizer 1"),
-        ("schedulers", "trainer", "scheduler 0"),
-        ("training batch size", "data", "train_dataloader.batch_size"),
-        ("validation workers", "data", "val_dataloaders.num_workers"),
-    ],
+@cases(
+    "name, group, setting",
+    ("callbacks", "trainer", None),
+    ("optimizer", "trainer", "optimizer 0"),
+    ("optimizer 1", "trainer", "optimizer 1"),
+    ("schedulers", "trainer", "scheduler 0"),
+    ("training batch size", "data", "train_dataloader.batch_size"),
+    ("validation workers", "data", "val_dataloaders.num_workers"),
 )
 def test_fact_is_left_out_only_if_a_setting_tells_it(name, group, setting):
     """Of a model of many layers, the settings of optimizers and data are beyond those that are recorded."""
@@ -115,17 +113,15 @@ def version_of_noisy(added, **given):
     return type("Noisy", (Callback,), {"__init__": space["__init__"]})(**given)
 
 
-@pytest.mark.parametrize(
-    ("added", "given", "rows"),
-    [
-        (["rate=0.1", "names=('a', 'b')", "limit=None"], {}, {}),
-        (["rate=0.1"], {"rate": 0.1}, {}),
-        (["rate=0.1"], {"rate": 0.2}, {"Noisy.rate": ["-", "0.2"]}),
-        (["options=dict(a=1, b=2)"], {"options": {"a": 1, "b": 3}}, {"Noisy.options.b": ["-", "3"]}),
-        (["limit=10"], {"limit": None}, {"Noisy.limit": ["-", "None"]}),
-        (["api_key='x'"], {}, {"Noisy.api_key": ["-", "(not shown)"]}),
-        (["rate=0.1"], {"scale": 2.0}, {"Noisy.scale": ["1", "2"]}),
-    ],
+@cases(
+    "added, given, rows",
+    (["rate=0.1", "names=('a', 'b')", "limit=None"], {}, {}),
+    (["rate=0.1"], {"rate": 0.1}, {}),
+    (["rate=0.1"], {"rate": 0.2}, {"Noisy.rate": ["-", "0.2"]}),
+    (["options=dict(a=1, b=2)"], {"options": {"a": 1, "b": 3}}, {"Noisy.options.b": ["-", "3"]}),
+    (["limit=10"], {"limit": None}, {"Noisy.limit": ["-", "None"]}),
+    (["api_key='x'"], {}, {"Noisy.api_key": ["-", "(not shown)"]}),
+    (["rate=0.1"], {"scale": 2.0}, {"Noisy.scale": ["1", "2"]}),
 )
 def test_argument_that_one_run_lacks_is_no_difference_at_its_default(compare, added, given, rows):
     older, newer = (callbacks(noisy=version_of_noisy(*made)) for made in ([()], [added]))
@@ -222,23 +218,17 @@ class Grouped(EvaluatedNet):
         return made
 
 
-@pytest.mark.parametrize(
-    ("optimizers", "keys", "titles"),
-    [
-        ([["body", "head"]], ["body", "head"], ["lr of group 'body'", "lr of group 'head'"]),
-        ([["body", None]], ["body", "0.1"], ["lr of group 'body'", "lr of group 1 of optimizer 0"]),
-        ([["a", "a"]], ["a", "0.1"], ["lr of group 'a'", "lr of group 1 of optimizer 0"]),
-        ([["1", "0.0"]], ["0.0", "0.1"], ["lr of group 0 of optimizer 0", "lr of group 1 of optimizer 0"]),
-        ([["no_decay", 3]], ["no_decay", "0.1"], ["lr of group 'no_decay'", "lr of group 1 of optimizer 0"]),
-        ([[None], [None]], ["0", "1"], ["lr of optimizer 0", "lr of optimizer 1"]),
-        (
-            [["a", None], ["a"]],
-            ["a", "0.1", "1"],
-            ["lr of group 'a'", "lr of group 1 of optimizer 0", "lr of optimizer 1"],
-        ),
-        ([["d"], ["g"]], ["d", "g"], ["lr of group 'd'", "lr of group 'g'"]),
-        ([["only"]], None, ["learning rate"]),
-    ],
+@cases(
+    "optimizers, keys, titles",
+    ([["body", "head"]], ["body", "head"], ["lr of group 'body'", "lr of group 'head'"]),
+    ([["body", None]], ["body", "0.1"], ["lr of group 'body'", "lr of group 1 of optimizer 0"]),
+    ([["a", "a"]], ["a", "0.1"], ["lr of group 'a'", "lr of group 1 of optimizer 0"]),
+    ([["1", "0.0"]], ["0.0", "0.1"], ["lr of group 0 of optimizer 0", "lr of group 1 of optimizer 0"]),
+    ([["no_decay", 3]], ["no_decay", "0.1"], ["lr of group 'no_decay'", "lr of group 1 of optimizer 0"]),
+    ([[None], [None]], ["0", "1"], ["lr of optimizer 0", "lr of optimizer 1"]),
+    ([["a", None], ["a"]], ["a", "0.1", "1"], ["lr of group 'a'", "lr of group 1 of optimizer 0", "lr of optimizer 1"]),
+    ([["d"], ["g"]], ["d", "g"], ["lr of group 'd'", "lr of group 'g'"]),
+    ([["only"]], None, ["learning rate"]),
 )
 def test_learning_rates_are_named_by_group(tmp_path, optimizers, keys, titles):
     fitter = Trainer(callbacks=[RunReport(tmp_path)], max_epochs=1, log_every_n_steps=1, **QUIET)

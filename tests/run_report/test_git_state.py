@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from lightning_tricks.run_report.core.git_state import read_git_state
+from tests.small import cases
 
 ATTRIBUTES = "*.py filter=marked diff=marked merge=marked\n*.bin filter=marked\n*.gone filter=unknown\n"
 NAMES = """
@@ -117,12 +118,10 @@ def test_no_program_of_the_configuration_runs(tmp_path, checkout, marker, monkey
 
 
 @pytest.mark.skipif(os.name == "nt", reason="the marker is a script")
-@pytest.mark.parametrize(
+@cases(
     "variable",
-    [
-        *("GIT_ASKPASS", "GIT_CONFIG_COUNT", "GIT_EDITOR", "GIT_EXTERNAL_DIFF", "GIT_PAGER", "GIT_PROXY_COMMAND"),
-        *("GIT_SSH", "GIT_SSH_COMMAND", "PAGER", "SSH_ASKPASS"),
-    ],
+    *("GIT_ASKPASS", "GIT_CONFIG_COUNT", "GIT_EDITOR", "GIT_EXTERNAL_DIFF", "GIT_PAGER", "GIT_PROXY_COMMAND"),
+    *("GIT_SSH", "GIT_SSH_COMMAND", "PAGER", "SSH_ASKPASS"),
 )
 def test_no_program_of_the_environment_runs(checkout, marker, monkeypatch, variable):
     if variable == "GIT_CONFIG_COUNT":

@@ -19,6 +19,7 @@ from lightning_tricks.run_report.core.record import RUN_FILE, VALUES_FILE, Row, 
 from tests.run_report.test_callback import Logs, train
 from tests.run_report.test_page import EVIL
 from tests.run_report.test_whole_page import Tree, rows, sections, words
+from tests.small import cases
 
 
 def record_of(started=100.0, values=(0.5, 0.9, 0.7), key="val/acc", **known):
@@ -169,15 +170,13 @@ def table_of(text):
     return title.strip(), head.split(), [re.split(r"\s{2,}", line.strip()) for line in others]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "title", "order"),
-    [
-        ([], "by val/loss, the lowest first", ["b", "a", "c/d", "none"]),
-        (["--sort", "val/acc"], "by val/acc, the highest first", ["b", "a", "c/d", "none"]),
-        (["--sort", "val/acc", "--min"], "by val/acc, the lowest first", ["c/d", "a", "b", "none"]),
-        (["--max"], "by val/loss, the highest first", ["c/d", "a", "b", "none"]),
-        (["--sort", "other"], "by other, the highest last value first", ["none", "a", "b", "c/d"]),
-    ],
+@cases(
+    "arguments, title, order",
+    ([], "by val/loss, the lowest first", ["b", "a", "c/d", "none"]),
+    (["--sort", "val/acc"], "by val/acc, the highest first", ["b", "a", "c/d", "none"]),
+    (["--sort", "val/acc", "--min"], "by val/acc, the lowest first", ["c/d", "a", "b", "none"]),
+    (["--max"], "by val/loss, the highest first", ["c/d", "a", "b", "none"]),
+    (["--sort", "other"], "by other, the highest last value first", ["none", "a", "b", "c/d"]),
 )
 def test_runs_are_sorted_by_a_metric(tmp_path, capsys, monkeypatch, arguments, title, order):
     monkeypatch.setenv("COLUMNS", "140")
@@ -193,14 +192,12 @@ def test_runs_are_sorted_by_a_metric(tmp_path, capsys, monkeypatch, arguments, t
         assert row[6:] == ["0.1", "3", "1 min 0 s", "10"]
 
 
-@pytest.mark.parametrize(
-    ("width", "columns"),
-    [
-        (140, ["run", "best", "last", "status", "epochs", "started", "best", "val/acc", "steps", "took", "samples/s"]),
-        (80, ["run", "best", "last", "status", "epochs", "started", "val/acc", "steps"]),
-        (40, ["run", "best", "last", "status"]),
-        (20, ["run", "best"]),
-    ],
+@cases(
+    "width, columns",
+    (140, ["run", "best", "last", "status", "epochs", "started", "best", "val/acc", "steps", "took", "samples/s"]),
+    (80, ["run", "best", "last", "status", "epochs", "started", "val/acc", "steps"]),
+    (40, ["run", "best", "last", "status"]),
+    (20, ["run", "best"]),
 )
 def test_narrow_terminals_lose_columns_and_no_names(tmp_path, capsys, monkeypatch, width, columns):
     monkeypatch.setenv("COLUMNS", str(width))
@@ -240,13 +237,11 @@ def test_two_runs_are_compared_and_with_an_option_listed(tmp_path, capsys, monke
     assert "Report: a" in printed(capsys, "a")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--sort", "val/ac"], "Did you mean 'val/acc'?"),
-        (["--out", "x.html"], "a table of runs is printed"),
-        (["--max", "--min"], "not allowed with"),
-    ],
+@cases(
+    "arguments, message",
+    (["--sort", "val/ac"], "Did you mean 'val/acc'?"),
+    (["--out", "x.html"], "a table of runs is printed"),
+    (["--max", "--min"], "not allowed with"),
 )
 def test_wrong_arguments_are_named(tmp_path, capsys, arguments, message):
     with pytest.raises(SystemExit) as ended:

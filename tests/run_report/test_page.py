@@ -15,7 +15,7 @@ from lightning_tricks.run_report.core.run_writer import RunWriter
 from lightning_tricks.run_report.core.svg import make_scale
 from tests.run_report.test_callback import train
 from tests.run_report.test_whole_page import Tree
-from tests.small import EvaluatedNet
+from tests.small import EvaluatedNet, cases
 
 EVIL = "<script>alert('x')</script>\"'&"
 
@@ -89,13 +89,11 @@ def full_record(**known):
     return RunRecord(**{**given, "rows": rows, "parts": parts, **known})
 
 
-@pytest.mark.parametrize(
+@cases(
     "make",
-    [
-        run_page,
-        lambda record: comparison_page(record, full_record(seconds=3.0), (EVIL, "B")),
-        lambda record: run_page(record, (EVIL, full_record(arguments=[(EVIL, "0" * 100)] * 20, status="finished"))),
-    ],
+    run_page,
+    lambda record: comparison_page(record, full_record(seconds=3.0), (EVIL, "B")),
+    lambda record: run_page(record, (EVIL, full_record(arguments=[(EVIL, "0" * 100)] * 20, status="finished"))),
 )
 def test_all_text_is_escaped_and_all_tags_are_closed(make):
     page = Tree(make(full_record()))
@@ -239,7 +237,6 @@ def test_monitors_with_prefixes_have_parts_of_their_own(tmp_path):
 
 
 def cells(page, heading):
-    """The texts of the cells below a heading."""
     part = page.partition(f"<h2>{heading}")[2].partition("<h2>")[0]
     return [re.sub("<.*?>", "", cell) for cell in re.findall(r"<(?:td|dd)[^>]*>(.*?)</(?:td|dd)>", part)]
 

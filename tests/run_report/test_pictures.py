@@ -10,6 +10,7 @@ from lightning_tricks.run_report import comparison_page, run_page
 from lightning_tricks.run_report.core.record import Point
 from lightning_tricks.run_report.core.svg import Line, line_chart, matrix_chart, reliability_chart
 from tests.run_report.runs import record_of
+from tests.small import cases
 
 FALLS = [Point(step, 0, *[1 / (1 + step)] * 3) for step in range(0, 500, 25)]
 
@@ -23,7 +24,6 @@ def with_class(picture, name, tag="*"):
 
 
 def texts(picture, anchor):
-    """The texts with their places."""
     found = (one for one in picture.iter("text") if one.get("text-anchor") == anchor)
     return [(one.text, float(one.get("x")), float(one.get("y"))) for one in found]
 
@@ -61,15 +61,13 @@ def moves(path):
     return [[tuple(map(float, point.split())) for point in part.split("L")] for part in path.split("M")[1:]]
 
 
-@pytest.mark.parametrize(
+@cases(
     "values",
-    [
-        [0.9, 0.5, 0.3, 0.2],
-        [-3.0, 4.0, -1.0, 2.0],
-        [1000.0, 1010.0, 1005.0, 1001.0],
-        [0.0, 1e-4, 2e-4, 1.5e-4],
-        [40.0, 100.0, 70.0, 50.0],
-    ],
+    [0.9, 0.5, 0.3, 0.2],
+    [-3.0, 4.0, -1.0, 2.0],
+    [1000.0, 1010.0, 1005.0, 1001.0],
+    [0.0, 1e-4, 2e-4, 1.5e-4],
+    [40.0, 100.0, 70.0, 50.0],
 )
 def test_points_are_where_the_axes_say(values):
     points = [Point(10 * place, place, value, value, value) for place, value in enumerate(values)]
@@ -83,13 +81,11 @@ def test_points_are_where_the_axes_say(values):
     assert dots(picture, "best") == [dots(picture)[-1]]
 
 
-@pytest.mark.parametrize(
-    ("values", "upright", "below"),
-    [
-        ([0.0, 10.5], ["0", "5", "10"], ["0", "20", "40", "60"]),
-        ([99.9999, 100.0], ["99.9999", "99.99995", "100"], ["0", "20", "40", "60"]),
-        ([2.0, 2.0], ["1.8", "1.9", "2", "2.1", "2.2"], ["0", "20", "40", "60"]),
-    ],
+@cases(
+    "values, upright, below",
+    ([0.0, 10.5], ["0", "5", "10"], ["0", "20", "40", "60"]),
+    ([99.9999, 100.0], ["99.9999", "99.99995", "100"], ["0", "20", "40", "60"]),
+    ([2.0, 2.0], ["1.8", "1.9", "2", "2.1", "2.2"], ["0", "20", "40", "60"]),
 )
 def test_numbers_on_the_axes_are_few_and_all_different(values, upright, below):
     points = [Point(60 * place, 0, *[value] * 3) for place, value in enumerate(values)]
@@ -219,9 +215,7 @@ def test_matrix_has_each_count_in_its_cell():
     assert shades[0] > shades[1] > shades[2] == 0
 
 
-@pytest.mark.parametrize(
-    "names", [["a", "b"], ["class 0", "class 1"], [f"n {number}" for number in range(10, 40)], ["x" * 30] * 12]
-)
+@cases("names", ["a", "b"], ["class 0", "class 1"], [f"n {number}" for number in range(10, 40)], ["x" * 30] * 12)
 def test_names_below_a_matrix_stand_above_the_name_of_the_axis(names):
     """The names of the axes are in the middle, and in the picture."""
     size = len(names)

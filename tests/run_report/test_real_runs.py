@@ -21,13 +21,12 @@ from lightning_tricks import DeviceMonitor, GradientClipping, ImageLogger, RunRe
 from lightning_tricks._shared.report_parts import ClippedSteps, DeviceUse, Pictures
 from lightning_tricks.run_report import find_all, read_record
 from tests.run_report.test_callback import train
-from tests.small import QUIET, EvaluatedNet, Hooks, Net, digits, loader
+from tests.small import QUIET, EvaluatedNet, Hooks, Net, cases, digits, loader
 
 CONSTANT = "The learning rate was 0.01 in all steps: a schedule"
 
 
 def fit(module, *callbacks, **options):
-    """Train without validation."""
     seed_everything(0, verbose=False)
     Trainer(**{"max_epochs": 4, "log_every_n_steps": 1, **QUIET, **options}, callbacks=list(callbacks)).fit(
         module, loader()
@@ -39,15 +38,13 @@ def sentences(folder):
     return [finding.text for finding in find_all(read_record(folder)) if "from commit" not in finding.text]
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"limit_train_batches": 1000, "limit_val_batches": 10}, []),
-        ({"limit_train_batches": 9}, ["Only a part of the data was used in training (limit_train_batches=9 batches)."]),
-        ({"limit_val_batches": 0.5}, ["Only a part of the data was used in validation (limit_val_batches=0.5)."]),
-        ({"limit_val_batches": 0}, []),
-        ({"overfit_batches": 3}, ["Only a part of the data was used in training and validation (overfit_batches=3)."]),
-    ],
+@cases(
+    "options, words",
+    ({"limit_train_batches": 1000, "limit_val_batches": 10}, []),
+    ({"limit_train_batches": 9}, ["Only a part of the data was used in training (limit_train_batches=9 batches)."]),
+    ({"limit_val_batches": 0.5}, ["Only a part of the data was used in validation (limit_val_batches=0.5)."]),
+    ({"limit_val_batches": 0}, []),
+    ({"overfit_batches": 3}, ["Only a part of the data was used in training and validation (overfit_batches=3)."]),
 )
 def test_a_limit_that_took_nothing_away_is_none(tmp_path, options, words):
     train([RunReport(tmp_path)], **options)
@@ -107,8 +104,6 @@ def test_facts_are_those_of_the_run(tmp_path):
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """Rows without a length."""
-
     def __iter__(self):
         yield from (digits()[place] for place in range(40))
 
@@ -172,13 +167,11 @@ class Knows(EvaluatedNet):
         return {"preds": preds, "target": batch[1]}
 
 
-@pytest.mark.parametrize(
-    ("wrong", "mark", "note"),
-    [
-        (0, "", "Epoch 1. There are no mistakes."),
-        (3, "", "Epoch 1. There are no more."),
-        (2, "!", "Epoch 1. There are no more."),
-    ],
+@cases(
+    "wrong, mark, note",
+    (0, "", "Epoch 1. There are no mistakes."),
+    (3, "", "Epoch 1. There are no more."),
+    (2, "!", "Epoch 1. There are no more."),  # names of classes that begin as the captions of mistakes do
 )
 def test_mistakes_are_mistakes(tmp_path, wrong, mark, note):
     module = Knows()

@@ -25,6 +25,7 @@ from lightning_tricks.run_report.core.record import (
     write_run,
 )
 from lightning_tricks.run_report.core.run_writer import RunWriter, ValueRecorder, keep_first_rows, merge_rows, thin_rows
+from tests.small import cases
 
 
 def some_record(**known):
@@ -78,23 +79,21 @@ def test_row_that_was_not_written_whole_is_left_out(tmp_path):
     assert len(read_record(tmp_path).rows) == 2
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "words"),
-    [
-        (RUN_FILE, lambda text: "[]", "is not a file of RunReport"),
-        (RUN_FILE, lambda text: text.replace('"version": 2', '"version": 1'), "version 1, and .* reads version 2"),
-        (RUN_FILE, lambda text: text.replace('"version": 2', '"version": 3'), "has version 3"),
-        (RUN_FILE, lambda text: text.replace('"running"', '"flying"'), "status must be"),
-        (RUN_FILE, lambda text: text.replace('"facts"', '"axioms"', 1), "is not a file of RunReport"),
-        (RUN_FILE, lambda text: text.replace('"seconds": 0.0', '"seconds": "0"'), "seconds must be float, got str"),
-        (RUN_FILE, lambda text: "[" * 100_000, "nested too deeply"),
-        (RUN_FILE, lambda text: text.replace('"yes"', '"yes", ' * 99_999 + '"yes"'), "a list of 100,000 entries"),
-        (VALUES_FILE, lambda text: text.replace('"step": 0', '"step": "0"'), "damaged in line 1: step must be int"),
-        (VALUES_FILE, lambda text: text.replace('"step": 0', f'"step": {10**400}'), "step must be below .* 1,329 bits"),
-        (VALUES_FILE, lambda text: text.replace('"a": 1.0', '"a": [1.0]'), "damaged in line 1"),
-        (VALUES_FILE, lambda text: text.replace('"kind": "step"', '"kind": "stop"'), "damaged in line 1"),
-        (VALUES_FILE, lambda text: text.replace('"count": 2', '"count": 0'), "damaged in line 2"),
-    ],
+@cases(
+    "name, change, words",
+    (RUN_FILE, lambda text: "[]", "is not a file of RunReport"),
+    (RUN_FILE, lambda text: text.replace('"version": 2', '"version": 1'), "version 1, and .* reads version 2"),
+    (RUN_FILE, lambda text: text.replace('"version": 2', '"version": 3'), "has version 3"),
+    (RUN_FILE, lambda text: text.replace('"running"', '"flying"'), "status must be"),
+    (RUN_FILE, lambda text: text.replace('"facts"', '"axioms"', 1), "is not a file of RunReport"),
+    (RUN_FILE, lambda text: text.replace('"seconds": 0.0', '"seconds": "0"'), "seconds must be float, got str"),
+    (RUN_FILE, lambda text: "[" * 100_000, "nested too deeply"),
+    (RUN_FILE, lambda text: text.replace('"yes"', '"yes", ' * 99_999 + '"yes"'), "a list of 100,000 entries"),
+    (VALUES_FILE, lambda text: text.replace('"step": 0', '"step": "0"'), "damaged in line 1: step must be int"),
+    (VALUES_FILE, lambda text: text.replace('"step": 0', f'"step": {10**400}'), "step must be below .* 1,329 bits"),
+    (VALUES_FILE, lambda text: text.replace('"a": 1.0', '"a": [1.0]'), "damaged in line 1"),
+    (VALUES_FILE, lambda text: text.replace('"kind": "step"', '"kind": "stop"'), "damaged in line 1"),
+    (VALUES_FILE, lambda text: text.replace('"count": 2', '"count": 0'), "damaged in line 2"),
 )
 def test_damaged_file_is_one_sentence(tmp_path, name, change, words):
     save(tmp_path, some_record())
@@ -219,9 +218,12 @@ def test_keys_beyond_the_first_thousand_are_counted(tmp_path):
 ROWS = [Row("step", step, 0, {"a": 1.0}) for step in range(5)]
 
 
-@pytest.mark.parametrize(
-    ("rows", "count", "kept"),
-    [(ROWS, 3, 3), (ROWS, 5, 5), (ROWS, 0, 0), ([replace(ROWS[1], count=2), replace(ROWS[3], count=2), ROWS[4]], 3, 1)],
+@cases(
+    "rows, count, kept",
+    (ROWS, 3, 3),
+    (ROWS, 5, 5),
+    (ROWS, 0, 0),
+    ([replace(ROWS[1], count=2), replace(ROWS[3], count=2), ROWS[4]], 3, 1),
 )
 def test_rows_of_a_checkpoint_are_found(rows, count, kept):
     assert len(keep_first_rows(rows, count)) == kept
@@ -274,9 +276,8 @@ def test_resume_finds_its_record_where_another_run_has_moved_it(tmp_path):
     assert [sentence.split(" ")[1] for sentence in writer.said] == ["report", "record"]
 
 
-@pytest.mark.parametrize(
-    ("saves", "status", "is_kept"),
-    [(4, "running", True), (2, "running", False), (2, "failed", False), (2, "finished", True)],
+@cases(
+    "saves, status, is_kept", (4, "running", True), (2, "running", False), (2, "failed", False), (2, "finished", True)
 )
 def test_rows_after_a_checkpoint_are_kept_aside_unless_they_come_again(tmp_path, saves, status, is_kept):
     positions, _ = write(tmp_path, 4, saves=saves, status=status)
@@ -353,14 +354,12 @@ def test_stage_of_a_key_is_found(case):
     assert found.loader == ("2" if "dataloader_idx_2" in key else "")
 
 
-@pytest.mark.parametrize(
-    ("sign", "keys"),
-    [
-        (-1, "loss total_loss std_loss loss_bbox loss/std kl_loss rmse val_err fid top1_error loss/scale_2_head"),
-        (1, "acc mean_reward top5 f1_macro ema/auc"),
-        (0, "loss_scale kl_loss_weight loss/kl_weight loss_weights/kl loss_weight_kl amp-loss-scaling acc_std"),
-        (0, "err_ratio 0 loss_scale_0 specificity gloss lossy lr kl_weight"),
-    ],
+@cases(
+    "sign, keys",
+    (-1, "loss total_loss std_loss loss_bbox loss/std kl_loss rmse val_err fid top1_error loss/scale_2_head"),
+    (1, "acc mean_reward top5 f1_macro ema/auc"),
+    (0, "loss_scale kl_loss_weight loss/kl_weight loss_weights/kl loss_weight_kl amp-loss-scaling acc_std"),
+    (0, "err_ratio 0 loss_scale_0 specificity gloss lossy lr kl_weight"),
 )
 def test_what_is_better_is_known_of_metrics_and_not_of_settings(sign, keys):
     assert {key: sign_of_better(key) for key in keys.split()} == dict.fromkeys(keys.split(), sign)

@@ -11,6 +11,7 @@ from lightning_tricks.run_report import read_record
 from lightning_tricks.run_report.core.secret_values import HIDDEN, hide_in_text, is_secret
 from tests.run_report.test_callback import Logs, train
 from tests.run_report.test_git_state import make
+from tests.small import cases
 
 SECRET = """
     password passwd passphrase db_password dbPassword PASSWORDS user-password redis_pass pwd db_pwd smtp_pass pass
@@ -40,31 +41,29 @@ def test_harmless_name(name):
     assert not is_secret(name)
 
 
-@pytest.mark.parametrize(
+@cases(
     "text",
-    [
-        "train.py --api-key=hush",
-        "train.py --api_key hush --lr 0.1",
-        "train.py --model.token 'hush now' -v",
-        "WANDB_API_KEY=hush python train.py",
-        "postgresql://me:hush@host:5432/data",
-        "clone https://hush@github.com/a/b.git",
-        '+    "password": "hush",',
-        "+db_password: str = 'hush'",
-        "-  hf_token: hush",
-        "+client = Client(host, api_key='hush', retries=3)",
-        "curl -H 'Authorization: Bearer hush1234'",
-        "-SECRET_KEY = b'hush'",
-        "{'secret': 'hush', 'lr': 0.1}",
-        "ValueError: no access with token=hush",
-        "--password=hush --passphrase hush",
-        "+API_KEYS = ['hush', 'hush']",
-        "+login(user, password='hush')",
-        "+token: str | None = 'hush'",
-        "{secret: hush, lr: 0.1}",
-        "https://host/a?token=hush&b=1",
-        'export AWS_SECRET_ACCESS_KEY="hu\\"hush"',
-    ],
+    "train.py --api-key=hush",
+    "train.py --api_key hush --lr 0.1",
+    "train.py --model.token 'hush now' -v",
+    "WANDB_API_KEY=hush python train.py",
+    "postgresql://me:hush@host:5432/data",
+    "clone https://hush@github.com/a/b.git",
+    '+    "password": "hush",',
+    "+db_password: str = 'hush'",
+    "-  hf_token: hush",
+    "+client = Client(host, api_key='hush', retries=3)",
+    "curl -H 'Authorization: Bearer hush1234'",
+    "-SECRET_KEY = b'hush'",
+    "{'secret': 'hush', 'lr': 0.1}",
+    "ValueError: no access with token=hush",
+    "--password=hush --passphrase hush",
+    "+API_KEYS = ['hush', 'hush']",
+    "+login(user, password='hush')",
+    "+token: str | None = 'hush'",
+    "{secret: hush, lr: 0.1}",
+    "https://host/a?token=hush&b=1",
+    'export AWS_SECRET_ACCESS_KEY="hu\\"hush"',
 )
 def test_secret_in_a_text_is_hidden(text):
     shown = hide_in_text(text)
@@ -72,19 +71,17 @@ def test_secret_in_a_text_is_hidden(text):
     assert HIDDEN in shown
 
 
-@pytest.mark.parametrize(
+@cases(
     "text",
-    [
-        "train.py --max-tokens 100 --tokenizer=bpe --key-dim 3",
-        "+    tokens = tokens + num_tokens",
-        "+    if token == 3:",
-        "+    password = get_password(user)",
-        "+    key = max(tokens)",
-        "https://github.com/a/b.git@v1",
-        "me@example.org: author = 'me'",
-        "lr: 0.1, keys: ['a']",
-        "s3://bucket/a:b/c@d",
-    ],
+    "train.py --max-tokens 100 --tokenizer=bpe --key-dim 3",
+    "+    tokens = tokens + num_tokens",
+    "+    if token == 3:",
+    "+    password = get_password(user)",
+    "+    key = max(tokens)",
+    "https://github.com/a/b.git@v1",
+    "me@example.org: author = 'me'",
+    "lr: 0.1, keys: ['a']",
+    "s3://bucket/a:b/c@d",
 )
 def test_harmless_text_stays_as_it_is(text):
     assert hide_in_text(text) == text

@@ -11,7 +11,7 @@ from lightning_tricks.run_report import RunRecord, read_record
 from lightning_tricks.run_report.core.page import throughput
 from lightning_tricks.run_report.core.run_writer import ThroughputMeter
 from tests.run_report.test_callback import Logs
-from tests.small import QUIET, Net, digits, loader
+from tests.small import QUIET, Net, cases, digits, loader
 
 
 class Uneven(Logs):
@@ -64,15 +64,13 @@ class TakesAll(Net):
         return self.net(digits()[0][0][None]).sum()
 
 
-@pytest.mark.parametrize(
-    ("loaders", "samples"),
-    [
-        (lambda: DataLoader(Images(), 4), 32),
-        (lambda: DataLoader(Images(), 8, collate_fn=list), None),  # 8 images of 3 channels are not 3 samples
-        (lambda: DataLoader(Images(), 2, collate_fn=list), None),
-        (lambda: {"a": DataLoader(Images(), 4), "b": DataLoader(Images(), 4)}, None),
-        (lambda: DataLoader(Images(), 4, collate_fn=lambda images: {"n": len(images)}), None),
-    ],
+@cases(
+    "loaders, samples",
+    (lambda: DataLoader(Images(), 4), 32),
+    (lambda: DataLoader(Images(), 8, collate_fn=list), None),  # 8 images of 3 channels are not 3 samples
+    (lambda: DataLoader(Images(), 2, collate_fn=list), None),
+    (lambda: {"a": DataLoader(Images(), 4), "b": DataLoader(Images(), 4)}, None),
+    (lambda: DataLoader(Images(), 4, collate_fn=lambda images: {"n": len(images)}), None),
 )
 def test_what_shapes_do_not_tell_is_not_said(tmp_path, loaders, samples):
     fit(TakesAll(loaders()), RunReport(tmp_path))

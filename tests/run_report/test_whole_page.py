@@ -28,8 +28,6 @@ STEPS, EPOCHS = 120, 6
 
 
 class Tree(HTMLParser):
-    """A page as elements."""
-
     def __init__(self, page):
         super().__init__()
         self.root = ElementTree.Element("root")

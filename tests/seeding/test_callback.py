@@ -3,7 +3,6 @@
 import itertools
 import os
 import random
-import warnings
 from pathlib import Path
 
 import lightning
@@ -20,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, SubsetRandomSampler, 
 from lightning_tricks import SeedEverything, seed_everything
 from lightning_tricks._lightning_compat.loaders import repeats_worker_seeds
 from tests.contract.lab import SETTINGS
-from tests.small import QUIET, Net, digits, same
+from tests.small import QUIET, Net, cases, digits, recorded_warnings, same
 
 _ELSEWHERE = itertools.count(1000)
 _WORKERS = [
@@ -119,8 +118,7 @@ def test_per_rank_seeds_keep_weights_and_sharding(workers):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_warns_when_lightning_repeats_the_workers_seeds(monkeypatch, workers):
     monkeypatch.setattr(lightning, "__version__", "2.6.0")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded_warnings() as caught:
         _fit(SeedEverything(3), workers=workers, epochs=1)
     said = [str(w.message) for w in caught if "same random numbers in every epoch" in str(w.message)]
     assert len(said) == workers
@@ -151,13 +149,11 @@ class _SetsSampler(Net):
 
 
 @pytest.mark.parametrize("reload", [0, 1])
-@pytest.mark.parametrize(
-    ("make_sampler", "own"),
-    [
-        (_OwnSampler, True),
-        (lambda: SubsetRandomSampler(range(40)), False),
-        (lambda: WeightedRandomSampler(torch.ones(40), 40, replacement=False), False),
-    ],
+@cases(
+    "make_sampler, own",
+    (_OwnSampler, True),
+    (lambda: SubsetRandomSampler(range(40)), False),
+    (lambda: WeightedRandomSampler(torch.ones(40), 40, replacement=False), False),
     ids=["own", "subset", "weighted"],
 )
 def test_per_rank_seeds_keep_the_sharding_of_any_sampler(make_sampler, own, reload):

@@ -255,8 +255,6 @@ def test_benchmark_alone_switches_cudnn_on():
 @pytest.mark.parametrize("made_inside", [False, True])
 def test_generators_of_a_context_that_a_block_makes_start_from_their_seed(monkeypatch, made_inside):
     class Generator:
-        """A mock of the generator of a device."""
-
         seeded = ()
 
         def initial_seed(self):

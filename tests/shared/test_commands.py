@@ -23,7 +23,7 @@ from tests.architecture.persisted_names import actions_of, command_actions, subc
 from tests.devices.fake_nvml import FakeGpu, FakeNvml
 from tests.run_fingerprint.test_callback import at_step, draw, record
 from tests.shared.test_console import unread
-from tests.small import QUIET, Net, loader
+from tests.small import QUIET, Net, cases, loader
 
 _ALIGNED = 'w.pt torch.nn:Linear --arguments {"in_features":2,"out_features":1}'
 # command -> arguments that it does not take, some with which its work fails, the status then, and some that succeed
@@ -190,7 +190,6 @@ _JSON = {
 
 
 def _keys(value, place=""):
-    """Yield (place, key) of each key, at whatever depth."""
     if isinstance(value, list):
         for part in value:
             yield from _keys(part, place)
@@ -281,18 +280,16 @@ printf '%s\\n' "${COMPREPLY[@]}"
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-@pytest.mark.parametrize(
-    ("line", "proposed"),
-    [
-        ("lightning-tricks f", {"fit", "fingerprint", "flops"}),
-        ("lightning-tricks ckpt ", {"show", "align", "remap"}),
-        ("lightning-tricks ckpt show --", {"--help", "--key"}),
-        ("lightning-tricks ckpt show w", {"w.pt"}),
-        ("lightning-tricks ckpt align --rules ru", {"rules.yaml"}),
-        ("lightning-tricks resume status ", {"folder"}),
-        ("lightning-tricks flops --backend ", {"torch", "thop"}),
-        ("lightning-tricks --print-completion ", {"bash", "fish", "zsh"}),
-    ],
+@cases(
+    "line, proposed",
+    ("lightning-tricks f", {"fit", "fingerprint", "flops"}),
+    ("lightning-tricks ckpt ", {"show", "align", "remap"}),
+    ("lightning-tricks ckpt show --", {"--help", "--key"}),
+    ("lightning-tricks ckpt show w", {"w.pt"}),
+    ("lightning-tricks ckpt align --rules ru", {"rules.yaml"}),
+    ("lightning-tricks resume status ", {"folder"}),
+    ("lightning-tricks flops --backend ", {"torch", "thop"}),
+    ("lightning-tricks --print-completion ", {"bash", "fish", "zsh"}),
 )
 def test_bash_completes(line, proposed, capsys):
     Path("completion.bash").write_text(_printed_completion("bash", capsys))

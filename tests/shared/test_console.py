@@ -14,7 +14,7 @@ from lightning_tricks._shared.console import make_console, print_report
 from lightning_tricks._shared.fitting_table import FittingTable
 from lightning_tricks._shared.text import render_text
 from lightning_tricks.cli import main
-from tests.small import QUIET, Net, loader
+from tests.small import QUIET, Net, cases, loader
 
 _WORDS = " ".join(["wide"] * 30)
 
@@ -33,13 +33,11 @@ def unread():
             output.close()
 
 
-@pytest.mark.parametrize(
+@cases(
     "callback",
-    [
-        MetricsMonitor({"task": "multiclass", "num_classes": 10}, verbose=True),
-        FlopsReport(verbose=True),
-        ModelReport(verbose=True),
-    ],
+    MetricsMonitor({"task": "multiclass", "num_classes": 10}, verbose=True),
+    FlopsReport(verbose=True),
+    ModelReport(verbose=True),
     ids=lambda callback: type(callback).__name__,
 )
 def test_a_pipe_that_nobody_reads_ends_no_run(callback):
@@ -90,12 +88,10 @@ def test_below_a_table_nothing_is_markup_and_no_text_is_no_line():
     assert with_text == [*without, "net[0] [bold]"]
 
 
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        (["gpus", "--js"], "unrecognized arguments: --js"),
-        (["schedule", "--tot", "10"], "the following arguments are required: --total"),
-    ],
+@cases(
+    "command, words",
+    (["gpus", "--js"], "unrecognized arguments: --js"),
+    (["schedule", "--tot", "10"], "the following arguments are required: --total"),
 )
 def test_an_option_by_its_beginning_is_refused(command, words, capsys):
     with pytest.raises(SystemExit) as stopped:

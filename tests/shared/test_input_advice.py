@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_tricks import FlopsReport, count_flops
 from lightning_tricks.model_report import summarize_model
 from tests.shared.test_trainer_stub import Classifier
-from tests.small import QUIET, loader
+from tests.small import QUIET, cases, loader
 
 CONV = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
 IMAGES = torch.zeros(2, 3, 8, 8)
@@ -37,32 +37,22 @@ class Noise(nn.Module):
         return self.layer(torch.randn(n, 8))
 
 
-@pytest.mark.parametrize(
-    ("model", "inputs", "words"),
-    [
-        (CONV, (3, 8, 8), r"inputs: (3, 8, 8) is a shape, .* takes tensors, such as torch.zeros(1, 3, 224, 224)."),
-        (CONV, IMAGES.shape, r"(2, 3, 8, 8) is a shape, "),
-        (CONV, {"input_size": (1, 3, 8, 8)}, r"is a shape, .* such as torch.zeros(1, 3, 224, 224)."),
-        (CONV, 224, r"is a shape, "),
-        (
-            CONV,
-            np.zeros((1, 3, 8, 8)),
-            r"a numpy array is not a tensor. Give torch.as_tensor(array, dtype=torch.float32).",
-        ),
-        (
-            CONV,
-            DataLoader(DATA),
-            r"a DataLoader is not a batch. Give a batch, next(iter(loader)), or the part of it that",
-        ),
-        (CONV, DATA, r"a TensorDataset is not a batch. Give a batch, next(iter(DataLoader(dataset))), or the part"),
-        (CONV, [IMAGES, torch.zeros(2)], r"Sequential.forward does not take this list of 2, .* such as batch[0]."),
-        (CONV, {"image": IMAGES}, r"Sequential.forward does not take this dict of 1, .* such as batch['image']."),
-        (CONV, "cuda", r"'cuda' is not a tensor. Give torch.zeros(1, 3, 224, 224)."),
-        (Sum(), ((1, 8), (1, 8)), r"are shapes, .* such as torch.zeros(1, 8)."),
-        (nn.Embedding(10, 3), (5,), r"such as torch.zeros(1, 16, dtype=torch.long)."),
-        (Classifier(), DataLoader(DATA), r"a DataLoader is not a batch. Give a batch, next(iter(loader))."),
-        (Classifier(), [np.zeros((4, 8)), np.zeros(4)], r"a numpy array is not a tensor."),
-    ],
+@cases(
+    "model, inputs, words",
+    (CONV, (3, 8, 8), r"inputs: (3, 8, 8) is a shape, .* takes tensors, such as torch.zeros(1, 3, 224, 224)."),
+    (CONV, IMAGES.shape, r"(2, 3, 8, 8) is a shape, "),
+    (CONV, {"input_size": (1, 3, 8, 8)}, r"is a shape, .* such as torch.zeros(1, 3, 224, 224)."),
+    (CONV, 224, r"is a shape, "),
+    (CONV, np.zeros((1, 3, 8, 8)), r"a numpy array is not a tensor. Give torch.as_tensor(array, dtype=torch.float32)."),
+    (CONV, DataLoader(DATA), r"a DataLoader is not a batch. Give a batch, next(iter(loader)), or the part of it that"),
+    (CONV, DATA, r"a TensorDataset is not a batch. Give a batch, next(iter(DataLoader(dataset))), or the part"),
+    (CONV, [IMAGES, torch.zeros(2)], r"Sequential.forward does not take this list of 2, .* such as batch[0]."),
+    (CONV, {"image": IMAGES}, r"Sequential.forward does not take this dict of 1, .* such as batch['image']."),
+    (CONV, "cuda", r"'cuda' is not a tensor. Give torch.zeros(1, 3, 224, 224)."),
+    (Sum(), ((1, 8), (1, 8)), r"are shapes, .* such as torch.zeros(1, 8)."),
+    (nn.Embedding(10, 3), (5,), r"such as torch.zeros(1, 16, dtype=torch.long)."),
+    (Classifier(), DataLoader(DATA), r"a DataLoader is not a batch. Give a batch, next(iter(loader))."),
+    (Classifier(), [np.zeros((4, 8)), np.zeros(4)], r"a numpy array is not a tensor."),
 )
 @pytest.mark.parametrize("function", [count_flops, summarize_model])
 def test_what_is_no_tensor(function, model, inputs, words):
@@ -72,16 +62,14 @@ def test_what_is_no_tensor(function, model, inputs, words):
         assert part in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        (CONV, r"torch.zeros(1, 3, 224, 224)"),
-        (nn.Conv1d(2, 3, 3), r"torch.zeros(1, 2, 224)"),
-        (nn.Linear(8, 2), r"torch.zeros(1, 8)"),
-        (nn.Embedding(10, 3), r"torch.zeros(1, 16, dtype=torch.long)"),
-        (nn.GRU(8, 2), r"torch.zeros(1, 16, 8)"),
-        (nn.ReLU(), r"torch.zeros(1, 3, 224, 224)"),
-    ],
+@cases(
+    "model, words",
+    (CONV, r"torch.zeros(1, 3, 224, 224)"),
+    (nn.Conv1d(2, 3, 3), r"torch.zeros(1, 2, 224)"),
+    (nn.Linear(8, 2), r"torch.zeros(1, 8)"),
+    (nn.Embedding(10, 3), r"torch.zeros(1, 16, dtype=torch.long)"),
+    (nn.GRU(8, 2), r"torch.zeros(1, 16, 8)"),
+    (nn.ReLU(), r"torch.zeros(1, 3, 224, 224)"),
 )
 def test_no_inputs(model, words):
     with pytest.raises(ValueError, match=r"inputs=None needs an example_input_array, and .* has none") as error:

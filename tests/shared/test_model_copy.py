@@ -180,8 +180,6 @@ def test_counting_changes_nothing(make, options):
 
 
 class Breaks(nn.Module):
-    """Runs a net, and fails."""
-
     def __init__(self, net):
         super().__init__()
         self.net = net

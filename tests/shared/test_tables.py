@@ -24,6 +24,7 @@ from lightning_tricks._shared.fitting_table import FittingTable, FoldedName
 from lightning_tricks.checkpoint_remapping import align
 from lightning_tricks.flops.core.flops_count import FlopsCount, FlopsRow
 from lightning_tricks.model_report.functional import ModelMemory, ModelReportSummary, ParameterRow
+from tests.small import cases
 
 _MIB = 2**20
 # As transformers' BertForSequenceClassification names its parameters, and how large they are
@@ -73,7 +74,6 @@ def flops(peer: bool = False) -> FlopsCount:
 
 
 def parameters() -> ModelReportSummary:
-    """Return the report of a model that is not there."""
     rows = [
         ParameterRow(name, shape, "bfloat16", "embeddings" not in name, -4.06e-05 * index, 0.0199, 0.000123 * index)
         for index, (name, shape) in enumerate(NAMES.items())
@@ -179,19 +179,17 @@ def test_any_names_and_numbers(rows, indent, width):
     check(table, render(table, width), width, whole_numbers=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "width", "lines"),
-    [
-        ("a.b", 80, ["a.b"]),
-        ("encoder.layer.11.output", 10, ["encoder.", "layer.11.", "output"]),
-        ("checkpoint_remapping", 12, ["checkpoint_", "remapping"]),
-        ("net.token_type_embeddings.weight", 16, ["net.token_type_", "embeddings.", "weight"]),
-        ("exp_avg_sq of classifier.bias", 15, ["exp_avg_sq of", "classifier.bias"]),
-        ("BertForSequenceClassification", 15, ["BertForSequence", "Classification"]),
-        ("abcdefgh", 3, ["abc", "def", "gh"]),
-        ("net[0] [bold]", 80, ["net[0] [bold]"]),
-        ("weight  2x3  44.63 MiB", 15, ["weight  2x3", "44.63 MiB"]),
-    ],
+@cases(
+    "name, width, lines",
+    ("a.b", 80, ["a.b"]),
+    ("encoder.layer.11.output", 10, ["encoder.", "layer.11.", "output"]),
+    ("checkpoint_remapping", 12, ["checkpoint_", "remapping"]),
+    ("net.token_type_embeddings.weight", 16, ["net.token_type_", "embeddings.", "weight"]),
+    ("exp_avg_sq of classifier.bias", 15, ["exp_avg_sq of", "classifier.bias"]),
+    ("BertForSequenceClassification", 15, ["BertForSequence", "Classification"]),
+    ("abcdefgh", 3, ["abc", "def", "gh"]),
+    ("net[0] [bold]", 80, ["net[0] [bold]"]),
+    ("weight  2x3  44.63 MiB", 15, ["weight  2x3", "44.63 MiB"]),
 )
 def test_where_a_name_is_folded(name, width, lines):
     assert [line.rstrip() for line in render(FoldedName(name), width).splitlines()] == lines

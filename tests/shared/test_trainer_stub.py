@@ -18,7 +18,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from lightning_tricks import FlopsReport, ModelReport, count_flops
 from lightning_tricks.model_report import summarize_model
 from tests.contract.lab import traces
-from tests.small import fit, same
+from tests.small import cases, fit, same
 
 pytestmark = pytest.mark.oldest
 
@@ -266,13 +266,11 @@ class OfNamed(Classifier):
         return nn.functional.cross_entropy(self(batch.image), batch.label)
 
 
-@pytest.mark.parametrize(
-    ("module", "batch", "macs"),
-    [
-        (Words, {"input_ids": torch.ones(4, 5, dtype=torch.long), "labels": Y.clamp(max=1)}, 4 * 5 * 8 * 2),
-        (Words, UserDict(input_ids=torch.ones(4, 5, dtype=torch.long), labels=Y.clamp(max=1)), 4 * 5 * 8 * 2),
-        (OfNamed, Named(X, Y), FORWARD),
-    ],
+@cases(
+    "module, batch, macs",
+    (Words, {"input_ids": torch.ones(4, 5, dtype=torch.long), "labels": Y.clamp(max=1)}, 4 * 5 * 8 * 2),
+    (Words, UserDict(input_ids=torch.ones(4, 5, dtype=torch.long), labels=Y.clamp(max=1)), 4 * 5 * 8 * 2),
+    (OfNamed, Named(X, Y), FORWARD),
     ids=["mapping", "UserDict", "named tuple"],
 )
 def test_batches_of_other_types(module, batch, macs):

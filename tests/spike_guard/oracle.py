@@ -22,7 +22,6 @@ BATCH = 4
 
 
 def rank() -> int:
-    """The rank of this process."""
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 

@@ -19,6 +19,7 @@ from lightning_tricks._shared.step_state import copy_gradients, copy_step_state,
 from lightning_tricks.microbatching.core.comparison import compare_with_parts
 from lightning_tricks.spike_guard.functional import RobustBand
 from lightning_tricks.spike_guard.snapshot import copy_optimizer, restore_optimizer
+from tests.small import cases
 
 VALUES = st.lists(st.floats(0.1, 10, allow_nan=False), min_size=5, max_size=40)
 
@@ -117,14 +118,12 @@ def test_buffers_that_a_step_creates_resizes_or_replaces_are_as_before():
     assert kept.tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize(
-    ("metric", "of_classes"),
-    [
-        (MinMaxMetric(MeanMetric()), False),
-        (RunningMean(window=2), False),
-        (ClasswiseWrapper(MulticlassAccuracy(3, average=None)), True),
-        (MetricCollection([MulticlassAccuracy(3), MulticlassRecall(3)]), True),
-    ],
+@cases(
+    "metric, of_classes",
+    (MinMaxMetric(MeanMetric()), False),
+    (RunningMean(window=2), False),
+    (ClasswiseWrapper(MulticlassAccuracy(3, average=None)), True),
+    (MetricCollection([MulticlassAccuracy(3), MulticlassRecall(3)]), True),
 )
 def test_metrics_of_metrics_count_on_where_they_were(metric, of_classes):
     def update(*numbers: int) -> None:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_tricks import MetricsMonitor, SpikeGuard
 from lightning_tricks.metrics import multiclass_metrics
+from tests.small import cases
 from tests.spike_guard.oracle import Noisy, Rows, loader, rank, run
 from tests.spike_guard.test_callback import SMALL, guarded
 
@@ -146,9 +147,7 @@ class ClosureAlone(Measured):
 
 @pytest.mark.parametrize("mode", ["skip", "rewind"])
 @pytest.mark.parametrize("poisoned", [4, 5])
-@pytest.mark.parametrize(
-    ("module", "options"), [(Measured, {"accumulate_grad_batches": 2}), (ClosureAlone, {}), (Measured, {})]
-)
+@cases("module, options", (Measured, {"accumulate_grad_batches": 2}), (ClosureAlone, {}), (Measured, {}))
 def test_all_batches_of_a_step_are_left_out_of_what_observers_count(mode, poisoned, module, options, tmp_path):
     every = 2 if module is Measured and not options else 1
     guard = SpikeGuard(mode, every_n_train_steps=every, threshold=math.inf)

@@ -9,7 +9,6 @@ import os
 import random
 import re
 import signal
-import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from torch.utils.data import TensorDataset
 
 import lightning_tricks
 from tests.auto_resume.training import End
+from tests.small import recorded_warnings
 
 SEED = 7
 BATCHES = 9  # of an epoch
@@ -57,7 +57,6 @@ class Style:
     resumed: tuple[str, ...] = ()
 
     def expected(self) -> list[str]:
-        """The warnings that are owed."""
         return [*self.says, *([] if self.metrics else [UNMEASURED])]
 
     def added(self, folder: Path) -> dict[str, dict[str, Any]]:
@@ -66,8 +65,6 @@ class Style:
 
 
 def style(**about: Any) -> Callable[[Callable[[Job], None]], Callable[[Job], None]]:
-    """Enter a script in the table."""
-
     def enter(script: Callable[[Job], None]) -> Callable[[Job], None]:
         if script.__name__ in STYLES:
             raise ValueError(f"two styles are called {script.__name__}.")
@@ -229,8 +226,7 @@ def train(
     lines: list[str] = []
     for number, stop in enumerate([*stops, None], first):
         begin_process(number)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with recorded_warnings() as caught:
             ended = _end_of(script, Job(folder, added, stop))
         assert ended == {"an error": StoppedError, "SIGTERM": 75, None: None}[stop and stop[0]], f"{stop}: {ended}"
         lines += [str(warning.message) for warning in caught]
@@ -262,7 +258,6 @@ def logged(folder: Path) -> dict[tuple[int, str], list[str]]:
 
 
 def differences(run: Run, bare: Run) -> list[str]:
-    """In what a run differs from the bare one; it may have logged more."""
     found = [name for name in bare.end if name != "metrics" and bare.end[name] != run.end[name]]
     metrics = bare.end["metrics"]
     found += [f"metric {name}" for name in metrics if metrics[name] != run.end["metrics"].get(name)]

@@ -80,7 +80,6 @@ def foreign(name: str) -> Callable[[Path], tuple[Any, ...]]:
 
 
 def project(net: type[Net] = Net, data: Any = None, *callbacks: Callback, seed: int | None = 1, **more: Any) -> Any:
-    """The Trainer, a net and its loader."""
     if seed is not None:
         seed_everything(seed, workers=True, verbose=False)
     trainer = Trainer(**{**QUIET, "max_epochs": 2, "callbacks": [*callbacks], **more})

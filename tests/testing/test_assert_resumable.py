@@ -27,7 +27,7 @@ from tests.contract.processes import run_and_exit
 from tests.documents.blocks import blocks_of
 from tests.documents.generated import DOCS
 from tests.end_together.test_callback import Stream
-from tests.small import Hooks, Net, digits, loader
+from tests.small import Hooks, Net, cases, digits, loader
 from tests.testing import projects
 from tests.testing.projects import project, validated
 
@@ -301,14 +301,12 @@ def test_an_error_of_a_resumed_run_is_named():
     assert "FileNotFoundError: vocabulary.txt" in said
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda folder: None, r"TypeError: The function must return \(trainer, module, ...\), got None"),
-        (lambda folder: project()[1:], r"TypeError: The function must return .*got \(Net"),
-        (lambda folder: project(Net, None, AutoResume("runs/mine")), "AutoResume must save to the folder .*runs/mine"),
-        (lambda folder: project(strategy="ddp", devices=2), "Give the Trainer strategy=.ddp_fork.: .*DDPStrategy"),
-    ],
+@cases(
+    "make, words",
+    (lambda folder: None, r"TypeError: The function must return \(trainer, module, ...\), got None"),
+    (lambda folder: project()[1:], r"TypeError: The function must return .*got \(Net"),
+    (lambda folder: project(Net, None, AutoResume("runs/mine")), "AutoResume must save to the folder .*runs/mine"),
+    (lambda folder: project(strategy="ddp", devices=2), "Give the Trainer strategy=.ddp_fork.: .*DDPStrategy"),
 )
 def test_what_cannot_be_followed_is_refused(make, words):
     with pytest.raises(ProcessRaisedException, match=words):

@@ -33,8 +33,6 @@ _READINGS = ("host/", "gpu", "flops/mfu")  # keys that tell of the machine, not 
 
 @dataclass
 class Left:
-    """What a fit leaves on one rank."""
-
     weights: dict[str, Tensor]
     optimizers: list[Any]
     metrics: dict[str, float]
@@ -151,8 +149,6 @@ def stops_at(batch: int, number: int = signal.SIGTERM) -> Hooks:
 
 @dataclass(frozen=True)
 class Way:
-    """How a net is trained."""
-
     precision: str = "fp32"
     ranks: str = "1 process"
     accumulation: int = 1
@@ -167,7 +163,6 @@ class Way:
         return self.ranks == "FSDP2"
 
     def arguments(self) -> dict[str, Any]:
-        """What the Trainer is given for it."""
         given: dict[str, Any] = {"devices": self.num_ranks}
         if self.precision == "bf16-mixed":
             given["precision"] = "bf16-mixed"
@@ -184,8 +179,6 @@ class Way:
 
 @dataclass
 class Fits:
-    """Fits in folders of their own."""
-
     folder: Path
     count: int = field(default=0)
 

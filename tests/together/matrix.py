@@ -69,8 +69,6 @@ def check_together(row: dict[str, Any], folder: Path) -> None:
 
 
 class _Together:
-    """Fits of one combination."""
-
     def __init__(self, fits: Fits, way: Way, names: Sequence[str]) -> None:
         self.fits, self.way, self.names = fits, way, names
 
@@ -89,7 +87,6 @@ class _Together:
         )
 
     def fit_whole(self) -> list[Left]:
-        """Let all of them train undisturbed."""
         if not self.way.is_sharded:
             return self.fit(self.names, "whole")
         saver = ModelCheckpoint(self.fits.folder / "saved", "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)

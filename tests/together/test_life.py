@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, Trainer
 
 from lightning_tricks._callback import TrickCallback
 from tests.contract.cases import CASES
-from tests.small import QUIET, Net, loader
+from tests.small import QUIET, Net, cases, loader
 
 
 class Ends(Callback):
@@ -56,15 +56,13 @@ class Installs(TrickCallback, Ends):
         super().on_train_start(trainer, pl_module)
 
 
-@pytest.mark.parametrize(
-    ("fails_in", "raised", "undone"),
-    [
-        ([], None, [2, 1, 0]),
-        ([("train",)], "train", [2, 1, 0]),
-        ([("setup", 1)], "setup 1", [1, 0]),
-        ([("undo", 1)], "undo 1", [2, 1, 0]),
-        ([("train",), ("undo", 2)], "undo 2", [2, 1, 0]),
-    ],
+@cases(
+    "fails_in, raised, undone",
+    ([], None, [2, 1, 0]),
+    ([("train",)], "train", [2, 1, 0]),
+    ([("setup", 1)], "setup 1", [1, 0]),
+    ([("undo", 1)], "undo 1", [2, 1, 0]),
+    ([("train",), ("undo", 2)], "undo 2", [2, 1, 0]),
 )
 def test_all_is_undone_and_the_run_forgotten(fails_in, raised, undone):
     callback = Installs(fails_in)

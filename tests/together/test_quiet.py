@@ -10,7 +10,7 @@ from lightning_tricks import FlopsReport, MetricsMonitor, ModelReport, SpikeGuar
 from lightning_tricks._shared.console import is_verbose
 from lightning_tricks.metrics import multiclass_metrics
 from tests.contract.cases import CASES
-from tests.small import QUIET, loader
+from tests.small import QUIET, cases, loader
 from tests.together.everything import TogetherNet
 
 
@@ -82,14 +82,12 @@ def test_tables_are_printed_where_that_is_asked_for(way, tmp_path, capsys, light
     assert any("grad norm" in line for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("callback", "words"),
-    [
-        (ModelReport(graph=False), "after the first step: weights "),  # later, more may train
-        (SpikeGuard(), "not finite, or more than 8 spreads above the last 128, after 128 steps"),
-        (SpikeGuard(threshold=float("inf"), monitor="grad_norm"), "a spike is a grad_norm that is not finite\n"),
-        (MetricsMonitor(multiclass_metrics(10), best={"val/acc": "max"}), "best val/acc "),
-    ],
+@cases(
+    "callback, words",
+    (ModelReport(graph=False), "after the first step: weights "),  # later, more may train
+    (SpikeGuard(), "not finite, or more than 8 spreads above the last 128, after 128 steps"),
+    (SpikeGuard(threshold=float("inf"), monitor="grad_norm"), "a spike is a grad_norm that is not finite\n"),
+    (MetricsMonitor(multiclass_metrics(10), best={"val/acc": "max"}), "best val/acc "),
 )
 def test_lines_say_of_what_their_numbers_are(callback, words, tmp_path, capsys, lightning_log):
     lines, _ = fit(TogetherNet(), loader(), loader(), [callback], tmp_path, capsys, lightning_log)

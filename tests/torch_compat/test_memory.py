@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lightning_tricks._torch_compat import memory
+from tests.small import cases
 
 
 class _Raises(torch.Tensor):
@@ -36,9 +37,7 @@ def test_a_storage_is_told_from_others_and_not_copied():
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
-@pytest.mark.parametrize(
-    ("layout", "count"), [(torch.strided, 0), (torch.sparse_coo, 2), (torch.sparse_csr, 3), (torch.sparse_csc, 3)]
-)
+@cases("layout, count", (torch.strided, 0), (torch.sparse_coo, 2), (torch.sparse_csr, 3), (torch.sparse_csc, 3))
 def test_parts_of_sparse_tensors(layout, count):
     tensor = torch.eye(4)
     tensor = tensor if layout is torch.strided else tensor.to_sparse(layout=layout)
@@ -83,13 +82,11 @@ def _functions(snapshot):
     return {frame["name"] for entry in entries for frame in entry.get("frames", ())}
 
 
-@pytest.mark.parametrize(
-    ("symbol", "use"),
-    [
-        ("torch.cuda.memory._record_memory_history", lambda: memory.recording_memory_history().__enter__()),
-        ("torch.cuda.memory._dump_snapshot", lambda: memory.dump_memory_snapshot("path")),
-        ("torch._C.DisableTorchFunctionSubclass", memory.as_plain_tensors),
-    ],
+@cases(
+    "symbol, use",
+    ("torch.cuda.memory._record_memory_history", lambda: memory.recording_memory_history().__enter__()),
+    ("torch.cuda.memory._dump_snapshot", lambda: memory.dump_memory_snapshot("path")),
+    ("torch._C.DisableTorchFunctionSubclass", memory.as_plain_tensors),
 )
 def test_a_renamed_symbol_is_named(symbol, use, monkeypatch):
     monkeypatch.delattr(symbol)

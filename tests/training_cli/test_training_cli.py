@@ -23,7 +23,7 @@ from lightning_tricks.gradient_clipping.core.methods import METHODS
 from tests.architecture.persisted_names import actions_of
 from tests.contract.cases import CASES
 from tests.devices.fake_nvml import FakeGpu, FakeNvml
-from tests.small import PUBLIC, same
+from tests.small import PUBLIC, cases, same
 
 pytestmark = pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning")
 
@@ -81,8 +81,6 @@ def command(monkeypatch, tmp_path):
 
 @pytest.fixture
 def config(command, capsys):
-    """What the command makes of arguments."""
-
     def read(*arguments):
         assert command(*arguments, "--print_config=") == 0
         return yaml.safe_load(capsys.readouterr().out)
@@ -167,12 +165,10 @@ def test_a_module_of_the_working_directory_trains_as_in_a_script(command, traine
     assert not same(begun, ended)
 
 
-@pytest.mark.parametrize(
+@cases(
     "seeded",
-    [
-        ["--seed_everything=7"],
-        ["--seed_everything=7", "--trainer.callbacks+=SeedEverything", "--trainer.callbacks.seed=7"],
-    ],
+    ["--seed_everything=7"],
+    ["--seed_everything=7", "--trainer.callbacks+=SeedEverything", "--trainer.callbacks.seed=7"],
 )
 def test_seeds_that_agree_are_one_seed(seeded, command, trained):
     arguments = ["--model", "my_project.Net", *_DIGITS, "--trainer.fast_dev_run=true"]

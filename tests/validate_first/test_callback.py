@@ -2,7 +2,6 @@
 
 import csv
 import random
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +25,7 @@ from lightning_tricks import (
     ValidateFirst,
 )
 from tests.contract.checks import Interrupts
-from tests.small import BATCHES, QUIET, EvaluatedNet, Hooks, digits, loader, real_fp16, same
+from tests.small import BATCHES, QUIET, EvaluatedNet, Hooks, cases, digits, loader, real_fp16, same, without_warnings
 
 
 class Noisy(Dataset):
@@ -106,18 +105,16 @@ LOADERS = {
 
 @pytest.mark.filterwarnings("ignore:.*shuffling enabled")
 @pytest.mark.trap("asked_most: validation before training")
-@pytest.mark.parametrize(
-    ("options", "kind"),
-    [
-        ({}, "no workers"),
-        ({"num_sanity_val_steps": 2, "accumulate_grad_batches": 4}, "workers"),
-        ({"num_sanity_val_steps": -1, "val_check_interval": 0.5}, "persistent workers"),
-        ({"check_val_every_n_epoch": 2, "max_epochs": 4}, "persistent workers"),
-        ({"check_val_every_n_epoch": None, "val_check_interval": 7}, "no workers"),
-        ({"limit_val_batches": 3, "limit_train_batches": 0.5}, "no workers"),
-        ({"check_val_every_n_epoch": 2, "reload_dataloaders_every_n_epochs": 2, "num_sanity_val_steps": 1}, "workers"),
-        ({"plugins": "fp16"}, "no workers"),
-    ],
+@cases(
+    "options, kind",
+    ({}, "no workers"),
+    ({"num_sanity_val_steps": 2, "accumulate_grad_batches": 4}, "workers"),
+    ({"num_sanity_val_steps": -1, "val_check_interval": 0.5}, "persistent workers"),
+    ({"check_val_every_n_epoch": 2, "max_epochs": 4}, "persistent workers"),
+    ({"check_val_every_n_epoch": None, "val_check_interval": 7}, "no workers"),
+    ({"limit_val_batches": 3, "limit_train_batches": 0.5}, "no workers"),
+    ({"check_val_every_n_epoch": 2, "reload_dataloaders_every_n_epochs": 2, "num_sanity_val_steps": 1}, "workers"),
+    ({"plugins": "fp16"}, "no workers"),
     ids=lambda value: value if isinstance(value, str) else " ".join(value) or "plain",
 )
 def test_the_rest_of_the_run_is_bit_equal(tmp_path, kind, options):
@@ -207,8 +204,6 @@ def test_what_compares_validations_does_not_count_it(tmp_path):
 
 
 class Worse(Scored):
-    """Gets worse with each step."""
-
     def evaluate(self, batch, batch_idx):
         self.log("loss", self.trainer.global_step + torch.zeros(()))
         return {"preds": self.net(batch[0]), "target": batch[1]}
@@ -222,8 +217,7 @@ def test_others_take_it_for_a_validation(tmp_path):
         *(ValidateFirst(), monitor, report, HangWatch(dirpath=tmp_path / "hang"), SpikeGuard("rewind", warmup_steps=2)),
         *(RunFingerprint(tmp_path / "prints.jsonl"), ImageLogger(4, shape=(1, 8, 8)), AutoResume(tmp_path / "run")),
     ]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with without_warnings():
         *_, rows, _ = train(callbacks, tmp_path)
     first = next(values(row) for row in rows if row.get("val/acc"))
     assert first["step"] == "0"
@@ -239,12 +233,10 @@ class Unvalidated(Scored):
     validation_step = LightningModule.validation_step
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"limit_val_batches": 0}, "limit_val_batches=0"),
-        ({"module": Unvalidated, "loaders": lambda: (loader(),)}, "no validation_step or validation loader"),
-    ],
+@cases(
+    "options, words",
+    ({"limit_val_batches": 0}, "limit_val_batches=0"),
+    ({"module": Unvalidated, "loaders": lambda: (loader(),)}, "no validation_step or validation loader"),
 )
 def test_without_validation_it_says_why(lightning_log, options, words):
     train([ValidateFirst()], **options)
@@ -279,8 +271,7 @@ def test_a_finder_trains_without_it():
     class Rated(Scored):
         lr = 0.01
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with without_warnings():
         train([ValidateFirst(), LearningRateFinder(num_training_steps=3), hooks], module=Rated, max_epochs=1)
     assert calls == [0, BATCHES]
 

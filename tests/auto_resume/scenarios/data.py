@@ -120,8 +120,6 @@ def split_without_seed_in_setup(job: Job) -> None:
 
 
 class Shuffling:
-    """A loader that is no DataLoader."""
-
     def __init__(self, data, chance) -> None:
         self.data, self.chance = data, chance
 

@@ -75,8 +75,6 @@ SCENARIOS: dict[str, Scenario] = {}
 
 
 def scenario(**about: Any) -> Callable[[Callable[[Job], None]], Callable[[Job], None]]:
-    """Enter a script in the table."""
-
     def enter(run: Callable[[Job], None]) -> Callable[[Job], None]:
         if run.__name__ in SCENARIOS:
             raise ValueError(f"two scenarios are called {run.__name__}.")
@@ -100,7 +98,6 @@ class Job:
         return TensorDataset(x, (x[:, :3] + 0.5 * noise).argmax(1))
 
     def loader(self, data: Any, **arguments: Any) -> DataLoader[Any]:
-        """A loader of batches of four."""
         if "batch_sampler" not in arguments:
             arguments = {"batch_size": 4, **arguments}
         if self.options["workers"] == 0:
@@ -139,7 +136,6 @@ class Job:
         return trainer
 
     def held_out(self) -> DataLoader[Any]:
-        """The loader for validation and test."""
         return self.loader(self.samples(12, seed=2))
 
 

@@ -14,8 +14,6 @@ from tests.auto_resume.scenarios.frame import BATCHES, Job, Net, scenario
 
 
 class OwnOrder(Sampler):
-    """Draws from a generator of its own."""
-
     def __init__(self, count: int) -> None:
         self.count, self.generator = count, torch.Generator().manual_seed(3)
 
@@ -101,8 +99,6 @@ def dataset_that_counts(job: Job) -> None:
 
 
 class Augmented(Counts):
-    """Draws from a generator of its own."""
-
     def __init__(self, data: Any) -> None:
         super().__init__(data)
         self.chance = np.random.default_rng(3)
@@ -184,8 +180,6 @@ def endless_stream_that_keeps_its_place(job: Job) -> None:
 @scenario(ranks=(2,), workers=(0, 2))
 def ranks_that_end_together(job: Job) -> None:
     class Longer(ShuffleBuffer):
-        """Has three batches more on one rank."""
-
         def __iter__(self):
             more = 12 * distributed.is_initialized() and 12 * (distributed.get_rank() == 0)
             yield from itertools.islice(itertools.cycle(super().__iter__()), 36 + more)

@@ -254,6 +254,20 @@ def _llava() -> nn.Module:
     return transformers.LlavaForConditionalGeneration(transformers.LlavaConfig(*parts))
 
 
+def _convnext(name: str, model: str, folder: str) -> Converter:
+    def prefix(name: str) -> str:
+        return "" if name.startswith("classifier") else f"{folder}."
+
+    built = _model(f"{model}ForImageClassification", **_STAGES)
+    return _names(name, built, f"{folder}.{folder}_to_pytorch", "rename_key", (), _CONVNEXT, "", prefix=prefix)
+
+
+def _masked(name: str, script: str) -> Converter:
+    first = ((rf"^{name.lower()}\.", ""), _TRANSFORMER_NAMES)
+    model = _model(f"{name}ForMaskedLM", vocab_size=99, **_SMALL)
+    return _names(name, model, f"{name.lower()}.{script}", "rename_key", first=first)
+
+
 CONVERTERS = [
     _table("ViT of timm", _model("ViTForImageClassification", **_VIT), "vit.vit_timm_to_pytorch", _read_qkv),
     _table(
@@ -333,21 +347,8 @@ CONVERTERS = [
         lambda script, state, config: script.read_in_q_k_v(state),
         prefix=lambda name: "" if name.startswith(("class_labels", "bbox_pred")) else "model.",
     ),
-    *(
-        _names(
-            name,
-            _model(model, **_STAGES),
-            f"{folder}.{folder}_to_pytorch",
-            "rename_key",
-            first=_CONVNEXT,
-            mapping="",
-            prefix=lambda name, folder=folder: "" if name.startswith("classifier") else f"{folder}.",
-        )
-        for name, model, folder in (
-            ("ConvNeXt", "ConvNextForImageClassification", "convnext"),
-            ("ConvNeXt V2", "ConvNextV2ForImageClassification", "convnextv2"),
-        )
-    ),
+    _convnext("ConvNeXt", "ConvNext", "convnext"),
+    _convnext("ConvNeXt V2", "ConvNextV2", "convnextv2"),
     _names(
         "BiT",
         _model("BitForImageClassification", embedding_size=16, num_groups=2, **_STAGES),
@@ -355,20 +356,9 @@ CONVERTERS = [
         "rename_key",
         first=((r"^bit\.encoder\.", ""), (r"^bit\.norm", "norm")),
     ),
-    *(
-        _names(
-            name,
-            _model(f"{name}ForMaskedLM", vocab_size=99, **_SMALL),
-            f"{name.lower()}.{script}",
-            "rename_key",
-            first=((rf"^{name.lower()}\.", ""), _TRANSFORMER_NAMES),
-        )
-        for name, script in (
-            ("Mra", "mra_pytorch_to_pytorch"),
-            ("Yoso", "yoso_pytorch_to_pytorch"),
-            ("Nystromformer", "nystromformer_original_pytorch_checkpoint_to_pytorch"),
-        )
-    ),
+    _masked("Mra", "mra_pytorch_to_pytorch"),
+    _masked("Yoso", "yoso_pytorch_to_pytorch"),
+    _masked("Nystromformer", "nystromformer_original_pytorch_checkpoint_to_pytorch"),
     _names(
         "Swin of timm",
         _model("SwinForImageClassification", **_SWIN),
