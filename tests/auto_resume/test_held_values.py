@@ -2,19 +2,25 @@
 
 import array
 import collections
+import configparser
+import contextvars
 import ctypes
 import dataclasses
 import decimal
 import enum
 import fractions
 import functools
+import hashlib
 import io
 import itertools
 import mmap
+import multiprocessing
 import queue
+import random
 import re
 import sched
 import sqlite3
+import tempfile
 import threading
 import types
 import uuid
@@ -23,6 +29,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
+from xml.etree import ElementTree
 
 import attrs
 import networkx
@@ -52,6 +59,16 @@ class Kept:
 
     def __init__(self, n=0):
         self.n = n
+
+
+class Draws(random.Random):
+    """A user's generator, which counts."""
+
+    draws = 0
+
+    def random(self):
+        self.draws += 1
+        return super().random()
 
 
 class Words(list):
@@ -167,7 +184,22 @@ SAVED = {
     "scaler": Held(StandardScaler, lambda it, n: it.partial_fit(_X * n), _state),
     "views of one memory": Held(lambda: [(x := torch.zeros(4)), x[1:]], lambda it, n: it[1].add_(1)),
     "views of one array": Held(lambda: [(x := np.zeros(4)), x[::2]], lambda it, n: it[1].__iadd__(1)),
-    "cache of a function": Held(lambda: functools.lru_cache(abs), lambda it, n: it(n), lambda it: it(-3)),
+}
+# Of these, a fresh process has another one in the place, which is filled
+SAVED |= {
+    "generator of a subclass": Held(lambda: Draws(1), lambda it, n: it.random(), lambda it: (it.draws, it.random())),
+    "shared number": Held(
+        lambda: multiprocessing.Value("d", 0.0), lambda it, n: setattr(it, "value", n), lambda it: it.value
+    ),
+    "gradient of a leaf": Held(
+        lambda: torch.zeros(2, requires_grad=True), lambda it, n: (n * it).sum().backward(), lambda it: it.grad.tolist()
+    ),
+    "attribute of a tensor": Held(lambda: torch.zeros(2), lambda it, n: setattr(it, "note", n), lambda it: it.note),
+    "optimizer beside its parameter": Held(
+        lambda: [(one := nn.Parameter(torch.ones(2))), torch.optim.Adam([one])],
+        lambda it, n: ((n * it[0]).sum().backward(), it[1].step()),
+        lambda it: (it[0].tolist(), it[1].param_groups[0]["params"][0] is it[0], int(it[1].state[it[0]]["step"])),
+    ),
 }
 REPLACED = {
     "Fraction": (lambda: fractions.Fraction(1, 3), lambda it, n: it / (n + 1)),
@@ -177,6 +209,12 @@ REPLACED = {
     "object of pydantic": (Model, lambda it, n: it.model_copy(update={"n": n})),
 }
 NAMED = {
+    "cache of a function": Held(lambda: functools.lru_cache(abs), lambda it, n: it(n)),
+    "hash": Held(hashlib.sha256, lambda it, n: it.update(b"a")),
+    "context variable": Held(lambda: contextvars.ContextVar("n"), lambda it, n: it.set(n)),
+    "element of XML": Held(lambda: ElementTree.Element("a"), lambda it, n: it.set("n", str(n))),
+    "open file": Held(tempfile.TemporaryFile, lambda it, n: it.write(b"a")),
+    "parser of settings": Held(configparser.ConfigParser, lambda it, n: it.read_dict({"a": {"n": str(n)}})),
     "proxy of a dict": Held(lambda: types.MappingProxyType({"a": []}), lambda it, n: it["a"].append(n)),
     "array of records": Held(
         lambda: np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]), lambda it, n: it.a.__iadd__(n)
@@ -445,6 +483,29 @@ def test_a_replay_buffer_is_restored_with_what_shares_it():
     assert fresh.last is fresh.n[3][0]
     assert all(one is row[0] for (_, one), row in zip(fresh.again, fresh.n, strict=True))
     assert fresh.n[0][0].untyped_storage().nbytes() == 16, "else one that is left keeps all in memory"
+
+
+def test_memory_that_processes_share_is_left_to_the_process_that_owns_it():
+    kept = Kept([torch.zeros(2).share_memory_(), torch.zeros(2)])
+    tracker = AttributeTracker({"it": kept}, owns_memory=False)
+    kept.n[0].add_(1)
+    assert tracker.changes() == {"values": {}, "lost": {}, "unwatched": {}}
+    kept.n[1].add_(1)
+    fresh = Kept([torch.ones(2), torch.zeros(2)])
+    assert restore_changes({"it": fresh}, tracker.changes()) == {}
+    assert [one.tolist() for one in fresh.n] == [[1, 1], [1, 1]]
+
+
+def test_values_that_shared_a_default_and_differ_now_are_filled_apart():
+    def make():
+        default = torch.zeros(2)
+        return types.SimpleNamespace(first=default, second=default, default=default)
+
+    old, fresh = make(), make()
+    tracker = AttributeTracker({"it": old})
+    old.first, old.second = torch.ones(2), torch.full((2,), 2.0)
+    assert restore_changes({"it": fresh}, tracker.changes()) == {}
+    assert [one[0].item() for one in (fresh.first, fresh.second, fresh.default)] == [1, 2, 0]
 
 
 def test_entries_of_one_container_are_named_once():

@@ -36,6 +36,7 @@ from lightning_tricks.auto_resume.core.attributes.attribute_access import (
 from lightning_tricks.auto_resume.core.attributes.encoding import (
     MAX_BYTES,
     Encoder,
+    attributes_beside,
     content_of,
     is_held_object,
     is_in_shared_memory,
@@ -163,7 +164,7 @@ class ValueDigest:
         if (found := kind_of(value)) is not None and not found.container:
             if is_generator(value) and not self.same_process:
                 return type_name(kind), found.parts(value)["type"].partition(" ")[0]
-            return type_name(kind), attributes(value), found.parts(value)
+            return type_name(kind), attributes_beside(value), found.parts(value)
         if found is not None:
             return NotImplemented
         if not self.same_process:

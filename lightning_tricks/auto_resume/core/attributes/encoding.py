@@ -100,6 +100,12 @@ def has_identity(kind: type) -> bool:
     return is_mutable(kind) or is_held_object(kind) or is_subclass(kind, nn.Module, Optimizer)
 
 
+def attributes_beside(value: Any) -> list[tuple[str, Any]]:
+    """Return the attributes of plain data to which the user may add some; shared memory has its own."""
+    kind = type(value)
+    return attributes(value) if is_mutable(kind) and not is_subclass(kind, SynchronizedBase) else []
+
+
 def is_in_shared_memory(value: Any) -> bool:
     """Whether other processes see what this one writes into a value."""
     kind = type(value)
@@ -217,7 +223,7 @@ class Encoder:
 
     def _attributes_beside(self, value: Any, path: str) -> dict[str, Any]:
         """Return the attributes of a value whose class extends plain data, or of a tensor that the user gave some."""
-        own = [(name, part) for name, part in attributes(value) if not name.startswith("__")]
+        own = attributes_beside(value)
         return {"vars": [[name, self.encode(part, f"{path}.{name}")] for name, part in own]} if own else {}
 
     def _object(self, value: Any, kind: type, path: str) -> Any:
