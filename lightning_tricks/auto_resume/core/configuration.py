@@ -234,7 +234,7 @@ def flatten(prefix: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Any]
 
 def _as_mapping(value: Any) -> Any:
     is_record = dataclasses.is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__")
-    return vars(value) if isinstance(value, Namespace) or is_record else value
+    return vars(value) if isinstance(value, Namespace | types.SimpleNamespace) or is_record else value
 
 
 def is_comparable(value: Any) -> bool:
@@ -471,7 +471,7 @@ def _names_in(code: types.CodeType) -> set[str]:
 
 def _is_described(value: Any) -> bool:
     """Whether an object is described by its attributes: the user's, layers, data sets, and what is called."""
-    if isinstance(value, type | Optimizer | torch.Tensor) or not hasattr(value, "__dict__"):
+    if isinstance(value, type | Enum | Optimizer | torch.Tensor) or not hasattr(value, "__dict__"):
         return False
     is_known = isinstance(value, nn.Module | Dataset) or callable(value)
     return is_known or (is_own(type(value).__module__) and _as_mapping(value) is value)
