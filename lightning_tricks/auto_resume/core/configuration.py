@@ -346,11 +346,12 @@ class Describer:
         self._seen.add(id(owner))
         kind = unsharded_class(owner) if isinstance(owner, nn.Module) else type(owner)
         self.found.origins |= {label: origin} if (origin := _origin(kind)) else {}
-        content = _content(owner) if isinstance(owner, Dataset) else set()
+        left_out = {*skipped, *(OF_MODULES if isinstance(owner, nn.Module) else _content(owner))}
         for name, value in {**self._of_class(kind, is_told), **getattr(owner, "__dict__", {})}.items():
             is_given = name.lstrip("_") in defaults_of(kind)
             is_private = name.startswith("_") and not is_given
-            is_left_out = name in skipped or (isinstance(owner, nn.Module) and name in OF_MODULES) or name in content
+            is_method = callable(getattr(kind, name, None))  # which a library has wrapped, as schedulers do
+            is_left_out = name in left_out or is_method
             if not is_left_out and (is_given or not self._only_arguments) and (_is_data(value) or not is_private):
                 rule = Rule(is_given, texts_train=not origin, is_told=is_told or is_private or name in _TALKS)
                 self.add_value(f"{label}.{name}", value, rule, depth)
@@ -457,10 +458,11 @@ class Describer:
 
 def _content(dataset: Any) -> set[str]:
     """Return the names of the attributes of a data set that have an entry for each sample."""
-    size = None
+    is_dataset = isinstance(dataset, Dataset)
     with suppress(Exception):  # not every data set has a length
-        size = len(dataset)
-    return {name for name, one in vars(dataset).items() if isinstance(one, list | tuple | dict) and len(one) == size}
+        size, held = len(dataset) if is_dataset else -1, vars(dataset).items()
+        return {name for name, one in held if isinstance(one, list | tuple | dict) and len(one) == size}
+    return set()
 
 
 def _names_in(code: types.CodeType) -> set[str]:
