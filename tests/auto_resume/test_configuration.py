@@ -34,6 +34,7 @@ from lightning_tricks.auto_resume.core.configuration import (
     own_files,
     plain,
 )
+from lightning_tricks.auto_resume.core.data.loader_objects import fingerprints
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 VALUES = st.recursive(
@@ -337,6 +338,25 @@ def test_a_callback_that_was_renamed_or_exchanged():
         ["Gone: 'in use' -> none", "Free: none -> 'in use'"],
     ]
     assert len(here.changes_to(other)[0]) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "differing"),
+    [
+        ({}, []),
+        ({"root": "/mnt/b"}, []),
+        ({"crop": 5}, ["it.crop"]),
+        ({"mean": [np.zeros(2)]}, ["it.mean"]),
+        ({"transform": Free(rate=0.1, at=id(st))}, ["it.transform.rate"]),
+        ({"transform": [Free(pairs=[("a", 1), ("b", 2)])] * 2}, ["it.transform[0].pairs"]),
+    ],
+)
+def test_numbers_of_data_are_compared_and_stamps_are_not(options, differing):
+    usual = {"root": "a", "transform": Free(rate=0.2, at=id(np))}
+    usual |= {"transform": [Free(pairs=[("c", 2), ("d", 1)])] * 2} if isinstance(options.get("transform"), list) else {}
+    before, now = fingerprints({"it": Image(**usual)}), fingerprints({"it": Image(**{**usual, **options})})
+    assert [path for path in before if before[path][0] != now[path][0]] == differing
+    assert before["it.uid"][1] != now["it.uid"][1]
 
 
 def test_files_of_the_user_are_compared_and_no_others(tmp_path, monkeypatch):
