@@ -188,12 +188,13 @@ def fingerprints(roots: Mapping[str, Any], *, skipped: SkippedNames = nothing_sk
         for name, argument, value in held or [(path, "", owner)]:
             is_list = is_subclass(type(value), list, tuple) and len(value) <= _MAX_PARTS
             parts = {f"{name}[{number}]": one for number, one in enumerate(value)} if is_list else {name: value}
-            inner = {place: one for place, one in parts.items() if _is_walked(one) and id(one) not in seen and held}
-            seen.update(map(id, inner.values()))
-            pending += inner.items()
+            once = {id(one): (place, one) for place, one in reversed(parts.items()) if _is_walked(one) and held}
+            inner = {number: pair for number, pair in once.items() if number not in seen}
+            seen.update(inner)
+            pending += [*inner.values()][::-1]
             is_library = not is_own(type(owner).__module__) and argument.lstrip("_") not in defaults_of(type(owner))
-            is_scalar = isinstance(value, bool | int | float) or inner
-            numbers = "" if is_library and is_scalar else _numbers_in(value, {*map(id, inner.values())}, [_MAX_ENTRIES])
+            is_scalar = isinstance(value, bool | int | float) or once
+            numbers = "" if is_library and is_scalar else _numbers_in(value, {*once}, [_MAX_ENTRIES])
             found[name] = [value_digest(numbers), value_digest(value)]
     return found
 
