@@ -15,9 +15,7 @@ def public_packages() -> list[str]:
     """Return the names of the packages with public names of their own, such as `lightning_tricks.ensembles`."""
     from pkgutil import iter_modules
 
-    import lightning_tricks
-
-    found = iter_modules(lightning_tricks.__path__, "lightning_tricks.")
+    found = iter_modules(sys.modules["lightning_tricks"].__path__, "lightning_tricks.")
     return [module.name for module in found if module.ispkg and "._" not in module.name]
 
 

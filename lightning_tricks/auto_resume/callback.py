@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import fields
 from datetime import timedelta
 from functools import partial
 from inspect import signature
+from pathlib import Path
 from typing import Any, Literal
 
 from lightning_tricks._callback import TrickCallback
@@ -15,6 +17,7 @@ from lightning_tricks._lightning_compat.fit import (
     ToldBeforeLoggers,
     call_after_teardown,
     is_tuning,
+    override_resume_checkpoint,
     slurm_requeue_signal,
 )
 from lightning_tricks._lightning_compat.flavor import (
@@ -26,7 +29,7 @@ from lightning_tricks._lightning_compat.flavor import (
     rank_zero_info,
     rank_zero_warn,
 )
-from lightning_tricks._lightning_compat.sharded import is_sharding
+from lightning_tricks._lightning_compat.sharded import is_sharding, restored_before_setup
 from lightning_tricks._lightning_compat.trainer import is_fast_dev_run
 from lightning_tricks._shared.checks import (
     check_choice,
@@ -53,6 +56,7 @@ from lightning_tricks.auto_resume.core.signals import (
 )
 from lightning_tricks.auto_resume.core.store.mirror_process import MirrorProcess, default_scratch
 from lightning_tricks.auto_resume.model_checkpoint_files import ORIGIN_KEY
+from lightning_tricks.auto_resume.parts import Settings
 from lightning_tricks.auto_resume.resumable_fit import ResumableFit
 from lightning_tricks.auto_resume.run_files import RunFiles, raise_for_problem
 
@@ -220,7 +224,7 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
     def _forget_run(self) -> None:
         self._stop_request: StopRequest | None = None
         self._run_files: RunFiles | None = None
-        self._fit: ResumableFit | None = None
+        self._fit: ResumableFit | None = None  # from when the Trainer looks for a checkpoint
 
     def before_loggers_begin(self, trainer: Trainer, module: LightningModule) -> None:
         """Lock the directory, unless a signal has asked to stop, before loggers touch what another process writes."""
@@ -297,7 +301,17 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
             )
         self._installed.enter_context(durable_checkpoints(trainer.strategy))
         self._installed.enter_context(run_files.others.observed())
-        self._fit = ResumableFit(self, trainer, pl_module, run_files, stop_request, self._installed)
+        undo = self._installed.enter_context(restored_before_setup(trainer.strategy))
+        settings = Settings(**{field.name: getattr(self, field.name) for field in fields(Settings)})
+        parts = self, settings, trainer, pl_module, run_files, stop_request, self._installed
+
+        def select_checkpoint(user_path: str | os.PathLike[str] | None) -> tuple[Path, dict[str, Any]] | None:
+            self._fit = fit = ResumableFit(*parts, user_path)
+            if fit.resumed_from is None:
+                undo()
+            return fit.resumed_from
+
+        self._installed.enter_context(override_resume_checkpoint(trainer, select_checkpoint))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note what later saves are compared with, and restore weights of another precision."""

@@ -230,11 +230,13 @@ class LoaderTracker(Part):
             rank_zero_warn(f"AutoResume: {sentence}")
 
     def _compare_fingerprints(self, loader: TrackedDataLoader, state: Mapping[str, Any]) -> None:
-        """Report where the data differ from those of the stopped run."""
+        """Report numbers in the data that differ from those of the stopped run, and note what else does."""
         before, now = state.get("fingerprint", {}), loader.objects.fingerprint
-        others = sorted(path for path in before.keys() | now.keys() if before.get(path) != now.get(path))
-        if before and others:
-            differ = f"{list_names(others, 1)} attributes differ" if others[1:] else f"{others[0]} differs"
+        known = [path for path in now if isinstance(before.get(path), list)]  # another release had one digest
+        numbers = sorted(path for path in known if before[path][0] != now[path][0])
+        loader.other_attributes = sorted(path for path in known if before[path][1] != now[path][1])
+        if numbers:
+            differ = f"{list_names(numbers, _MAX_LISTED)} differ{'' if numbers[1:] else 's'}"
             loader.report_difference(
                 f"has other data than in the stopped run: {differ}. Create the data as before: split them with a "
                 "generator=torch.Generator().manual_seed(...), and call seed_everything before you create them"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -19,10 +20,38 @@ from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk
 from lightning_tricks.auto_resume.core.checkpoint_folder import CHECKPOINT_KEY, Manifest
 from lightning_tricks.auto_resume.core.tensor_block import unpack
 
-if TYPE_CHECKING:
-    from lightning_tricks.auto_resume.callback import AutoResume
 
-Settings: TypeAlias = "AutoResume"  # the callback, whose arguments are the choices of the user
+@dataclass(frozen=True)
+class Settings:
+    """The choices of the user, as they are when a fit begins; see the arguments of `AutoResume`.
+
+    Attributes:
+        dirpath: The directory or the address of the run.
+        every_n_train_steps: Number of optimizer steps between two saves.
+        every_n_epochs: Number of epochs between two saves.
+        seconds_between_saves: The `train_time_interval`; infinity without one.
+        keep_last: Number of checkpoints to keep.
+        exit_code: Exit status after a signal.
+        on_change: What to do if the script changed the training since the run started.
+        ignore: Patterns over the names of changes that take effect.
+        on_failed_save: What to do if a save fails.
+        asynchronous: Whether training continues while a checkpoint is written.
+        seconds_to_send: The `send_timeout`.
+        allow_pickle: Whether objects in a checkpoint are restored.
+    """
+
+    dirpath: str | os.PathLike[str]
+    every_n_train_steps: int | None
+    every_n_epochs: int | None
+    seconds_between_saves: float
+    keep_last: int
+    exit_code: int
+    on_change: str
+    ignore: Sequence[str]
+    on_failed_save: str
+    asynchronous: bool | None
+    seconds_to_send: float
+    allow_pickle: bool
 
 
 class SavePoint(Enum):

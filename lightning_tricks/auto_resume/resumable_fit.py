@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning_tricks._lightning_compat.fit import (
@@ -17,11 +16,11 @@ from lightning_tricks._lightning_compat.fit import (
     disable_finders,
     is_at_step_boundary,
     is_last_batch,
-    override_resume_checkpoint,
     skip_sanity_check,
 )
 from lightning_tricks._lightning_compat.fit_observer import FitObserver, observe_fit
 from lightning_tricks._lightning_compat.flavor import (
+    Callback,
     LightningModule,
     MisconfigurationException,
     Trainer,
@@ -29,14 +28,13 @@ from lightning_tricks._lightning_compat.flavor import (
     rank_zero_warn,
 )
 from lightning_tricks._lightning_compat.loaders import close_workers
-from lightning_tricks._lightning_compat.sharded import is_sharding, restored_before_setup
+from lightning_tricks._lightning_compat.sharded import is_sharding
 from lightning_tricks._lightning_compat.trainer import callbacks_of
 from lightning_tricks._shared.rng import capture_rng_state, restore_rng_state
 from lightning_tricks._shared.tensors import gather_objects, reshard_fsdp2
 from lightning_tricks.auto_resume.checkpoint_selection import CheckpointSelection
 from lightning_tricks.auto_resume.checkpoint_writer import CheckpointWriter
 from lightning_tricks.auto_resume.core.attributes.model_structure import param_group_names, resize_to_state_dict
-from lightning_tricks.auto_resume.core.checkpoint_folder import Manifest
 from lightning_tricks.auto_resume.core.data.rng_state import RNG_STATE_KEY
 from lightning_tricks.auto_resume.core.signals import EARLY_SIGNALS, RankAgreement, RayDrains, StopRequest, signal_names
 from lightning_tricks.auto_resume.fit_state import FitState
@@ -53,78 +51,77 @@ class ResumableFit(FitObserver):
     A boundary is the moment after a batch with an optimizer step, when the batch is done and logged and before the
     validation that may follow; or the moment before the first batch of an epoch.
 
+    It is created where the Trainer would read a checkpoint, after all `setup` hooks and before the strategy's setup:
+    only then the module is what a checkpoint is compared with. It reads the newest checkpoint of the run, and keeps
+    what is restored later than the Trainer's own part.
+
     Args:
-        settings: The callback, with the user's choices.
+        callback: The callback whose fit it is.
+        settings: The choices of the user.
         trainer: The Trainer of the fit.
         module: The module that is trained.
         run_files: The files around the checkpoints, with their folder.
         stop_request: The signals at which the fit stops.
         installed: What is installed for the time of the fit is entered on it.
+        user_path: The `ckpt_path` that the user gave to the Trainer, or that Lightning found.
+
+    Attributes:
+        resumed_from: The path of the checkpoint that is resumed with what it holds, for the Trainer; None for none.
     """
 
     def __init__(
         self,
+        callback: Callback,
         settings: Settings,
         trainer: Trainer,
         module: LightningModule,
         run_files: RunFiles,
         stop_request: StopRequest,
         installed: ExitStack,
+        user_path: str | os.PathLike[str] | None,
     ) -> None:
-        self.settings, self.trainer, self.module, self.run_files = settings, trainer, module, run_files
+        self.callback, self.settings, self.trainer, self.module = callback, settings, trainer, module
+        self.run_files, self._installed = run_files, installed
         self.writer = CheckpointWriter(settings, trainer, module, run_files)
         run_files.await_save = self.writer.wait
         self.stop_request, self.loaders = stop_request, LoaderTracker(trainer, module, stop_request)
-        self.drains = RayDrains(trainer.world_size)
-        self.selection: CheckpointSelection
-        self.configuration: RunConfiguration
-        self.state: FitState
-        self.rank_agreement: RankAgreement
-        self._resumed: Manifest | None = None
-        self._pending: SavedState | None = None  # until the fit is where the checkpoint was saved
-        self._checkpoint: dict[str, Any] | None = None  # until the optimizers are there
+        self.drains, self.rank_agreement = RayDrains(trainer.world_size), RankAgreement()
         self._is_running = False  # before that, a tuner may train in a fit of its own
-        self._loader_origins: dict[str, Any] = {}  # what "training" and "validation" loaders were created from
         self._epoch_start: Mapping[str, Any] | None = None  # the state before the hooks of the epoch's start
         self._last_step = -1
-        self._installed = installed
         for close in (self.writer.finish_sending, self.stop_request.close, self.loaders.close, self.writer.close):
             installed.callback(close)
         installed.enter_context(call_after_train_hook(trainer, "end", self.after_train_end))
-        self._restore_after_setup = installed.enter_context(restored_before_setup(trainer.strategy))
         installed.enter_context(observe_fit(trainer, self))
-        installed.enter_context(override_resume_checkpoint(trainer, self._select_checkpoint))
+        self.selection = CheckpointSelection(settings, trainer, module, run_files)
+        self.configuration = RunConfiguration(settings, trainer, module)
+        newest = self.selection.newest(user_path)
+        if trainer.is_global_zero:
+            run_files.on_selected(newest and newest[0], user_path)
+        saved, checkpoint = None, dict[str, Any]()
+        if newest is not None:
+            checkpoint = self.selection.load(newest[1])
+            saved = SavedState.from_checkpoint(*newest, checkpoint, trainer, module)
+            self.configuration.resume_from(saved, checkpoint)
+        self.state = FitState(trainer, module, self.loaders, self.configuration)
+        self.resumed_from = None if saved is None else (saved.path, checkpoint)
+        self._resumed = None if saved is None else saved.manifest
+        self._pending = saved  # until the fit is where the checkpoint was saved
+        # what "training" and "validation" loaders were created from
+        self._loader_origins: dict[str, Any] = {} if saved is None else dict(saved.rank["made"])
+        if saved is None:
+            return
+        if self._finished is not None:
+            self.selection.forget()  # nothing is restored once more
+        resize_to_state_dict(module, checkpoint["state_dict"], saved.shared["buffers"])
+        installed.enter_context(disable_finders(trainer))
 
     # -- before the first batch
 
-    def _select_checkpoint(self, user_path: str | os.PathLike[str] | None) -> tuple[Path, dict[str, Any]] | None:
-        """Read the newest checkpoint of this run, and keep what is restored later than the Trainer's own part."""
-        self.selection = CheckpointSelection(self.settings, self.trainer, self.module, self.run_files)
-        self.configuration = RunConfiguration(self.settings, self.trainer, self.module)
-        newest, saved = self.selection.newest(user_path), None
-        if self.trainer.is_global_zero:
-            self.run_files.on_selected(newest and newest[0], user_path)
-        if newest is not None:
-            manifest, path = newest
-            checkpoint = self.selection.load(path)
-            saved = SavedState.from_checkpoint(manifest, path, checkpoint, self.trainer, self.module)
-            self.configuration.resume_from(saved, checkpoint)
-        self.state = FitState(self.trainer, self.module, self.loaders, self.configuration)
-        if saved is None:
-            self._restore_after_setup()
-            return None
-        self._resumed, self._pending, self._checkpoint = manifest, saved, checkpoint
-        self._loader_origins = dict(saved.rank["made"])
-        if saved.save_point is SavePoint.FIT_END:
-            self.selection.forget()  # nothing is restored once more
-        resize_to_state_dict(self.module, checkpoint["state_dict"], saved.shared["buffers"])
-        self._installed.enter_context(disable_finders(self.trainer))
-        return path, checkpoint
-
     def on_optimizers_created(self) -> None:
         """Decide on what another start changed, before hooks of the fit's start and before optimizers are restored."""
-        checkpoint, self._checkpoint = self._checkpoint, None
-        self.configuration.check_optimizers(checkpoint)
+        resumed_from, self.resumed_from = self.resumed_from, None  # which is not needed any more
+        self.configuration.check_optimizers(resumed_from and resumed_from[1])
         if (saved := self._pending) is None:
             return
         outline, present = saved.rank["outline"], self.state.outline.now()
@@ -142,7 +139,6 @@ class ResumableFit(FitObserver):
 
     def on_fit_start(self) -> None:
         """Note what later saves are compared with, and restore what the states of optimizers are loaded into."""
-        self.rank_agreement = RankAgreement()
         self._reach(Phase.FIT_START)
         if self._pending is not None:
             self._pending = replace(self._pending, weights={})
@@ -342,7 +338,7 @@ class ResumableFit(FitObserver):
 
     def after_train_end(self) -> None:
         """Save the end of the fit, after all hooks that may change it."""
-        if not self._is_running or id(self.settings) not in map(id, callbacks_of(self.trainer)):
+        if not self._is_running or id(self.callback) not in map(id, callbacks_of(self.trainer)):
             return  # the fit of a tuner, which leaves the callbacks out
         self._save(SavePoint.FIT_END, at_once=True)
         self.writer.write_status("finished")

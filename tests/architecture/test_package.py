@@ -184,6 +184,34 @@ def test_a_broken_import_rule_is_caught(house, file, statement):
     assert "BROKEN" in run.stdout
 
 
+def _imports_of(path):
+    """Return the names of what a file imports anywhere; of an `__init__.py`, without its table of public names."""
+    tree = ast.parse(path.read_text())
+    if path.name == "__init__.py":
+        tree.body = [node for node in tree.body if not isinstance(node, ast.If)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def test_no_files_import_each_other_in_a_circle():
+    """Imports for annotations alone and those within functions count as well: who reads one file has to read the other.
+
+    What an `__init__.py` names under `if TYPE_CHECKING:` is its table of public names, which nothing in the package
+    needs to understand it, and does not count; nor does that an import of a file runs the `__init__.py` above it.
+    """
+    paths = {".".join(path.relative_to(_PACKAGE.parent).with_suffix("").parts): path for path in _PACKAGE.rglob("*.py")}
+    paths = {name.removesuffix(".__init__"): path for name, path in paths.items()}
+    uses = {name: {*_imports_of(path)} & paths.keys() for name, path in paths.items()}
+    assert uses["lightning_tricks.auto_resume.callback"]
+    while free := {name for name, used in uses.items() if not used}:  # what is left uses only what is left
+        uses = {name: used - free for name, used in uses.items() if name not in free}
+    assert not uses, "these are in circles, or import one"
+
+
 @pytest.mark.thorough
 def test_a_room_that_is_broken_takes_no_other_along():
     """But those that use it: the mixin these three, and rooms what `pyproject.toml` lists."""

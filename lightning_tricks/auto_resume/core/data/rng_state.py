@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -12,13 +12,20 @@ from torch.utils.data import DataLoader
 
 from lightning_tricks._shared.rng import capture_rng_state, loader_generators, restore_rng_state
 
-if TYPE_CHECKING:
-    from lightning_tricks.auto_resume.core.data.loader_objects import LoaderObjects
-
 RNG_STATE_KEY = "streams"  # under which random states are saved; part of the format of checkpoints and files
 _NUM_WATCHED = 32  # of the first calls all are watched, and later two after each so many: a look takes microseconds
 
 Result = TypeVar("Result")
+
+
+class ChangingObjects(Protocol):
+    """Objects that know what changed in them, as `LoaderObjects` does."""
+
+    def changes(self, names: Collection[str] = ..., report_unsaved: bool = ...) -> Mapping[str, Any]:
+        """Return what changed."""
+
+    def restore_changes(self, saved: Mapping[str, Any], names: Collection[str] = ...) -> None:
+        """Restore what `changes` returned."""
 
 
 def raw_rng_state() -> list[Any]:
@@ -44,7 +51,7 @@ def as_rng_state(raw: list[Any]) -> dict[str, Any]:
 
 
 def loader_snapshot(
-    loader: DataLoader[Any], objects: LoaderObjects | None = None, report_unsaved: bool = True
+    loader: DataLoader[Any], objects: ChangingObjects | None = None, report_unsaved: bool = True
 ) -> dict[str, Any]:
     """Return the global random state, the states of a loader's generators, and what changed in its objects.
 
@@ -61,7 +68,7 @@ def loader_snapshot(
 
 
 def restore_snapshot(
-    snapshot: Mapping[str, Any], loader: DataLoader[Any], objects: LoaderObjects | None = None
+    snapshot: Mapping[str, Any], loader: DataLoader[Any], objects: ChangingObjects | None = None
 ) -> None:
     """Restore what `loader_snapshot` returned; the objects if they are given."""
     if objects is not None:
