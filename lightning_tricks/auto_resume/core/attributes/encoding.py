@@ -388,7 +388,8 @@ class Decoder:
         """Set an attribute of an object, unless its value was filled in place."""
         present = dict(attributes(owner)).get(name, MISSING)
         value = self.decode(encoded, present, f"{path}.{name}")
-        if value is not present:
+        is_equal = type(value) in SCALARS and type(value) is type(present) and value == present
+        if value is not present and not is_equal:
             set_attribute(owner, name, value)
 
     def _plain(self, encoded: dict[str, Any], found: ValueKind, present: Any, path: str) -> Any:
