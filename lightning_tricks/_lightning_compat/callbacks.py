@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_tricks._lightning_compat.flavor import LIGHTNING, import_lightning
+from lightning_tricks._lightning_compat.flavor import LIGHTNING, LRSchedulerConfig, import_lightning
 from lightning_tricks._lightning_compat.guards import needs_private, set_private
 from lightning_tricks._lightning_compat.trainer import callbacks_of
 
@@ -22,6 +22,11 @@ if TYPE_CHECKING:
         ThroughputMonitor,
         Trainer,
     )
+
+
+def every_n_train_steps(callback: object) -> Any:
+    """Return after how many training steps a callback acts each time: None if it keeps no such number."""
+    return vars(callback).get("_every_n_train_steps", vars(callback).get("every_n_train_steps"))
 
 
 @needs_private("AutoResume")
@@ -38,10 +43,7 @@ def allow_existing_config(trainer: Trainer) -> None:
 
 def restore_swa_scheduler(trainer: Trainer, swa: StochasticWeightAveraging) -> None:
     """Give a fit that had ended the scheduler of weight averaging, which is otherwise created at an epoch's start."""
-    import torch
     from torch.optim.swa_utils import SWALR
-
-    from lightning_tricks._lightning_compat.flavor import LRSchedulerConfig
 
     with needs_private("AutoResume"):
         state = swa._scheduler_state

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from lightning_tricks._lightning_compat.callbacks import every_n_train_steps
 from lightning_tricks._lightning_compat.flavor import CombinedLoader, LightningModule, Trainer, sized_len
 from lightning_tricks._lightning_compat.hyperparameters import initial_hyperparameters
 from lightning_tricks._lightning_compat.loaders import ends_with_shortest_loader
@@ -96,11 +97,8 @@ def _trainer_facts(trainer: Trainer) -> Iterator[tuple[str, str]]:
 
 def _setup_of(trainer: Trainer) -> RunSetup:
     """Return what findings decide by, without the facts about the data."""
-    configs, labelled = trainer.lr_scheduler_configs, dict(_labelled_callbacks(trainer))
-    every = {
-        label: vars(one).get("_every_n_train_steps", vars(one).get("every_n_train_steps"))
-        for label, one in labelled.items()
-    }
+    configs = trainer.lr_scheduler_configs
+    every = {label: every_n_train_steps(callback) for label, callback in _labelled_callbacks(trainer)}
     given = {name: getattr(trainer, name, None) for name in _DECIDING}
     return RunSetup(
         callbacks=[type(callback).__name__ for callback in callbacks_of(trainer)],
