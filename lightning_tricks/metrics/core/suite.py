@@ -132,10 +132,7 @@ class MetricSuite:
     def num_invalid(self) -> Tensor | int:
         """Return how many predictions or targets were invalid: NaN, not probabilities, or classes out of range."""
         self._buffer.flush()
-        count = self._num_invalid
-        for group in self._groups:
-            count = count + group.num_invalid()
-        return count
+        return sum((group.num_invalid() for group in self._groups), start=self._num_invalid)
 
     @property
     def ordered_keys(self) -> list[str]:
@@ -231,7 +228,6 @@ class MetricSuite:
             ValueError: If they belong to other metrics.
         """
         self._buffer.clear()
-        self._num_invalid = 0
         seen = [state for state in states if state["updates"]]
         samples = [count for count, state in zip(samples, states, strict=False) if state["updates"]]
         if any(len(state["groups"]) != len(self._groups) for state in seen):
@@ -241,8 +237,7 @@ class MetricSuite:
             seen = [clone_tensors(state, device) for state in seen]
             for position, group in enumerate(self._groups):
                 group.load([state["groups"][position] for state in seen], samples)
-        for state in seen:
-            self._num_invalid = self._num_invalid + state["misfits"]
+        self._num_invalid = sum(state["misfits"] for state in seen)
         self.updates = sum(state["updates"] for state in seen)
         for state in seen:
             if state.get("waiting"):
