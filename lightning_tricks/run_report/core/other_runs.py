@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_tricks._shared.checks import check_choice
 from lightning_tricks._shared.text import counted, format_number, format_seconds, format_time, printable
 from lightning_tricks.run_report.core import record as on_disk
-from lightning_tricks.run_report.core.curves import best_point, finite, metric_curves, sign_of_better, split_key, watched
+from lightning_tricks.run_report.core.curves import best_point, metric_curves, sign_of_better, split_key, watched
 from lightning_tricks.run_report.core.record import Point, Row, RunRecord, RunReportError
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def ends_of(record: RunRecord) -> RunRecord:
     rows = []
     for _, key in metric_curves(record):
         points = record.curve(key)
-        known = finite(points) or points
+        known = [point for point in points if math.isfinite(point.value)] or points
         extremes = (choose(known, key=lambda point: point.value) for choose in (min, max))
         kept = {point.step: point for point in (*extremes, points[-1])}
         rows += [Row("epoch", point.step, point.epoch, {key: point.value}) for _, point in sorted(kept.items())]
