@@ -144,9 +144,13 @@ def attribute_dict(value: Any) -> dict[str, Any] | None:
 
 
 def attributes(value: Any) -> list[tuple[str, Any]]:
-    """Return names and values of the attributes that an object itself has, those in `__slots__` included."""
+    """Return names and values of the attributes that an object itself has, those in `__slots__` included.
+
+    Not those that begin with two underscores: Python writes the class before a user's, and others are machinery, such
+    as what torch's composable API (FSDP2, `replicate`) keeps with a module of the process.
+    """
     own = {} if type(value) is types.CellType else attribute_dict(value) or {}
-    found = [(name, part) for name, part in own.items() if type(name) is str]
+    found = [(name, part) for name, part in own.items() if type(name) is str and not name.startswith("__")]
     for name in (CELL_CONTENTS,) if type(value) is types.CellType else _slots(type(value)):
         try:
             found.append((name, object.__getattribute__(value, name)))

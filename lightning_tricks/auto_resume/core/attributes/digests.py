@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_tricks._shared.tensors import local_part
 from lightning_tricks._torch_compat.loaders import loader_iterator_type, num_yielded
 from lightning_tricks._torch_compat.modules import module_internals
 from lightning_tricks._torch_compat.tensors import tensor_version
@@ -49,7 +50,7 @@ from lightning_tricks.auto_resume.core.attributes.user_code import (
     is_stateful,
     is_user_class,
 )
-from lightning_tricks.auto_resume.core.attributes.value_kinds import is_generator, is_plain_dtype, kind_of
+from lightning_tricks.auto_resume.core.attributes.value_kinds import has_data, is_generator, is_plain_dtype, kind_of
 from lightning_tricks.auto_resume.core.tensor_block import stacked
 
 _READ_EACH_TIME = 2**18  # bytes of a tensor; of a larger one the version tells whether it changed
@@ -158,7 +159,7 @@ class ValueDigest:
             return type_name(kind)
         if is_subclass(kind, Tensor):
             self.is_plain &= kind_of(value) is not None
-            return type_name(kind), attributes(value), self._tensor(value)
+            return type_name(kind), attributes_beside(value), self._tensor(value)
         if is_subclass(kind, np.ndarray, np.generic, mmap.mmap):
             return type_name(kind), self._array(value, kind)
         if (found := kind_of(value)) is not None and not found.container:
@@ -196,7 +197,7 @@ class ValueDigest:
         return [*tensors.items()], [one.requires_grad for one in tensors.values()], parts
 
     def _tensor(self, value: Any) -> Any:
-        if value.device.type == "meta":
+        if not has_data(value):
             self.is_plain = False
             return str(value.dtype), tuple(value.shape)
         if value.layout is not torch.strided or value.is_quantized or value.is_nested:
@@ -204,7 +205,7 @@ class ValueDigest:
             return _plain_parts(value)
         grad = value.grad if value.is_leaf else None
         head: tuple[Any, ...] = str(value.dtype), tuple(value.shape), value.requires_grad and value.is_leaf, grad
-        data = value.detach().resolve_conj().resolve_neg().as_subclass(Tensor)
+        data = local_part(value.detach()).resolve_conj().resolve_neg().as_subclass(Tensor)
         if self.same_process and not value.is_inference():
             waits = value is self._value and not value.is_cpu  # for the device
             if waits or value.nbytes > _READ_EACH_TIME:
@@ -305,7 +306,7 @@ class _Pickler(pickle.Pickler):
     def _is_simple(self, value: Tensor) -> bool:
         if value.layout is not torch.strided or value.is_nested or value.requires_grad or vars(value):
             return False
-        return id(value) not in self._references and (self._owns_memory or not value.is_shared())
+        return id(value) not in self._references and (self._owns_memory or not value.is_shared()) and has_data(value)
 
 
 class _PortablePickler(_Pickler):

@@ -35,6 +35,7 @@ from lightning_tricks.auto_resume.core.attributes.attribute_access import (
     MISSING,
     SCALARS,
     CannotRestoreError,
+    attribute_dict,
     attributes,
     delete_attribute,
     find_class,
@@ -101,8 +102,11 @@ def has_identity(kind: type) -> bool:
 
 
 def attributes_beside(value: Any) -> list[tuple[str, Any]]:
-    """Return the attributes of plain data to which the user may add some; shared memory has its own."""
+    """Return the attributes of plain data to which the user may add some; shared memory and shards have their own."""
     kind = type(value)
+    if is_subclass(kind, Tensor):
+        own = attribute_dict(value) or {}  # without slots, in which a DTensor keeps its data
+        return [(name, part) for name, part in attributes(value) if name in own]
     return attributes(value) if is_mutable(kind) and not is_subclass(kind, SynchronizedBase) else []
 
 
@@ -294,7 +298,7 @@ class Encoder:
         is_array = type(value) is np.ndarray
         if self.places is None or not (is_array or value.is_cpu):
             return False
-        first, last = _byte_bounds(value if is_array else value.detach().resolve_conj().numpy())
+        first, last = _byte_bounds(value if is_array else local_part(value.detach()).resolve_conj().numpy())
         at = bisect(self.memory, (first, last))
         if first == last:
             return False

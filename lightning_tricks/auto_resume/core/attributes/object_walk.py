@@ -29,6 +29,7 @@ from lightning_tricks.auto_resume.core.attributes.attribute_access import (
 )
 from lightning_tricks.auto_resume.core.attributes.encoding import (
     SkippedNames,
+    attributes_beside,
     content_of,
     has_identity,
     is_held_object,
@@ -134,8 +135,10 @@ class ObjectWalk:
             if part is not None:
                 inner = f"{path}.{name}"
                 self.tensors[inner] = part
-                if attribute_dict(part):  # such as a mask that the user gave a parameter
-                    self._add_owner(part, inner)
+                if beside := attributes_beside(part):  # such as a mask that the user gave a parameter
+                    self.owners[inner] = part
+                    for to, value in beside:
+                        self.slots[f"{inner}.{to}"] = AttributeSlot(part, inner, to, value)
                 self.references.setdefault(id(part), inner)
         for name, child in modules.items():
             if child is not None and name not in left_out:

@@ -213,9 +213,18 @@ def _scalar(name: str, kinds: tuple[type, ...], write: Callable[[Any], Any], rea
     return ValueKind(name, kinds, lambda value: {"value": write(value)}, lambda parts, present: read(parts["value"]))
 
 
+def has_data(value: Tensor) -> bool:
+    """Whether a tensor can be read: not on the meta device, nor after FSDP2 freed the weights that it had gathered."""
+    if value.device.type == "meta":
+        return False
+    # to read what was freed (`untyped_storage().resize_(0)`) ends the process, without an error
+    is_plain = type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_nested
+    return not is_plain or value.numel() == 0 or value.untyped_storage().nbytes() > 0
+
+
 def _take_tensor(value: Any) -> dict[str, Any]:
     """Return the data of a tensor on the CPU, and where it was."""
-    if value.is_quantized or value.device.type == "meta" or value.is_nested:
+    if value.is_quantized or value.is_nested or not has_data(value):
         raise CannotRestoreError("it has no plain data")
     data = value.detach().resolve_conj().resolve_neg()
     data = data.cpu() if data.device.type != "cpu" else data.clone()  # a view would save the whole storage

@@ -211,7 +211,10 @@ def _numbers_in(value: Any, left_out: set[int], budget: list[int]) -> Any:
     budget[0] -= 1
     if value is None or isinstance(value, bool | int | float | np.generic | Tensor) or kind is np.ndarray:
         return "" if is_stamp(value) else value
-    if is_own(kind.__module__) and id(value) not in left_out:
+    if id(value) in left_out:
+        return ""
+    left_out = {*left_out, id(value)}  # what it holds may hold it
+    if is_own(kind.__module__):
         value = dict(attributes(value))
     if budget[0] < 0 or not is_subclass(type(value), list, tuple, dict):
         return ""
