@@ -208,12 +208,13 @@ REPLACED = {
     "object of attrs": (Slotted, lambda it, n: attrs.evolve(it, n=n)),
     "object of pydantic": (Model, lambda it, n: it.model_copy(update={"n": n})),
 }
+_opened = []  # files
 NAMED = {
     "cache of a function": Held(lambda: functools.lru_cache(abs), lambda it, n: it(n)),
     "hash": Held(hashlib.sha256, lambda it, n: it.update(b"a")),
     "context variable": Held(lambda: contextvars.ContextVar("n"), lambda it, n: it.set(n)),
     "element of XML": Held(lambda: ElementTree.Element("a"), lambda it, n: it.set("n", str(n))),
-    "open file": Held(tempfile.TemporaryFile, lambda it, n: it.write(b"a")),
+    "open file": Held(lambda: _opened.append(tempfile.TemporaryFile()) or _opened[-1], lambda it, n: it.write(b"a")),
     "parser of settings": Held(configparser.ConfigParser, lambda it, n: it.read_dict({"a": {"n": str(n)}})),
     "proxy of a dict": Held(lambda: types.MappingProxyType({"a": []}), lambda it, n: it["a"].append(n)),
     "array of records": Held(
@@ -317,6 +318,8 @@ def test_what_changes_in_place_and_is_no_data_is_named_at_the_save(tmp_path, nam
     with warnings.catch_warnings(record=True) as told, caplog.at_level("INFO"):
         warnings.simplefilter("always")
         stop(AutoResume(tmp_path), changes(), module=module)
+    while _opened:
+        _opened.pop().close()
     words = " ".join(text for text in (*(str(one.message) for one in told), caplog.text) if "saved" in text)
     assert [name for name in names if f"module.{name} " not in words and f"module.{name}.*" not in words] == []
 

@@ -30,6 +30,7 @@ from lightning_tricks._torch_compat.tensors import tensor_version
 from lightning_tricks.auto_resume.core.attributes.attribute_access import (
     HANDLES,
     IGNORED_TYPES,
+    attribute_dict,
     attributes,
     is_subclass,
     type_name,
@@ -325,6 +326,7 @@ def _reduced_by_class(value: Any) -> Any:
     Raises:
         PicklingError: If that is the name of a variable, which says nothing of what the value holds.
     """
+    attribute_dict(value)  # a text buffer has a dict, which it counts, from the first time that anyone asks for it
     reducer = copyreg.dispatch_table.get(type(value))
     reduced = value.__reduce_ex__(5) if reducer is None else reducer(value)
     if isinstance(reduced, str):

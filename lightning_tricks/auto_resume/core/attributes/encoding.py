@@ -231,14 +231,14 @@ class Encoder:
         return {"vars": [[name, self.encode(part, f"{path}.{name}")] for name, part in own]} if own else {}
 
     def _object(self, value: Any, kind: type, path: str) -> Any:
-        """Return an object by its attributes. One of a library is whole, or a hole: its parts are nobody's to name."""
+        """Return an object by its attributes. Of one of a library, all holes are one: its parts are nobody's to name."""
         left_out, holes = self.skipped(value), self.holes
         self.holes = {}
         own = [(name, part) for name, part in attributes(value) if name not in left_out]
         encoded = [[name, self.encode(part, f"{path}.{name}")] for name, part in own]
         inner, self.holes = self.holes, holes
         if not is_user_class(kind) and any(not is_subclass(type(one.value), *FUNCTIONS) for one in inner.values()):
-            return self._hole(value, path)
+            inner = {path: Hole([one.value for one in inner.values()], type_name(kind))}
         self.holes |= inner
         return {"kind": "object", "type": type_name(kind), "vars": encoded}
 

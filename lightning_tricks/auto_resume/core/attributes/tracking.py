@@ -170,7 +170,8 @@ class AttributeTracker:
             is_copied = any(path.startswith(f"{copy}.") for copy in copied)
             lost, by_hooks = ({}, {}) if is_copied else self._new_holes(path, encoder)
             found["lost"] |= lost
-            if not lost and not (now.unwatched and path in encoder.holes):  # else what opened it opens it again
+            is_hole = isinstance(encoded, dict) and encoded["kind"] == "hole"
+            if not lost and not (now.unwatched and is_hole):  # else what opened it opens it again
                 owner, name = now.location
                 found["values"][path] = {"of": owner, "name": name, "value": encoded, **by_hooks}
                 sizes[path] = int(MAX_BYTES - encoder.bytes_left)
