@@ -183,16 +183,24 @@ class RunConfiguration(Part):
         are_known = self._has_loaders or all(_has_given(one) for one in (before, self._now))
         states = {*numbered(self.trainer.optimizers), *self._schedule_labels()}
 
+        def _is_same(change: Change, name: str) -> bool:
+            return (change.before, change.now) == (before.values[name], self._now.values[name])
+
         def counts(change: Change) -> bool:
             label = change.label.partition("[")[0]
             is_other = label in (_GIVEN, _USED) and (label != loaders or not are_known)
-            is_extended = bool(self.extended) and change.name.removeprefix("Trainer.") in _LIMITS
+            limit = change.name.rpartition(".")[2]  # which a module may keep as well, as in its arguments
+            is_extended = bool(self.extended) and limit in _LIMITS and _is_same(change, f"Trainer.{limit}")
             is_state = change.name.startswith(("optimizer ", "scheduler ")) or change.label in states
             return not (is_other or is_extended or (before.exchanged and is_state))
 
         training, others = before.changes_to(self._now)
         if self._saved.world_size_changed or self._was_trained:  # attributes may follow from it
             others += [one for one in training if one.name in self._now.derived]
+        if not before.changed_files(self._now):  # neither an argument nor code made it another one
+            drawn = [one for one in training if one.name in self._now.derived and one.may_be_drawn]
+            others += [one for one in drawn if one.name.startswith("globals.")]
+            training = [one for one in training if one not in drawn]  # attributes are named where they are restored
         training = [one for one in training if one not in others]
         named = [
             [replace(one, name=one.name.replace(_GIVEN, _USED)) for one in kind if counts(one)]

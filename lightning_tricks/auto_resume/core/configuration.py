@@ -101,6 +101,11 @@ class Change:
         """What the value belongs to: the name up to its first dot, such as "Adam"."""
         return self.name.partition(".")[0]
 
+    @property
+    def may_be_drawn(self) -> bool:
+        """Whether random numbers may have made the values: they are fractions, or lists of numbers."""
+        return all(isinstance(one, float | list) and _are_numbers(one) for one in (self.before, self.now))
+
     def __str__(self) -> str:
         before, now = _text(self.before), _text(self.now)
         if max(len(before), len(now)) > _LONGEST:  # show where they begin to differ
@@ -394,6 +399,8 @@ class Describer:
                     self.add_value(f"{name}.{key}", one, rule, depth + 1)
                 return
             if isinstance(value, list | tuple) and len(value) <= _MOST_PARTS and not all(map(_is_data, value)):
+                if any(one is known for one in value for known in self._known):  # such as the Trainer's callbacks
+                    return
                 for number, one in enumerate(value):
                     self.add_value(f"{name}[{number}]" if value[1:] else name, one, rule, depth + 1)
                 self._put(f"{name}.length", len(value), rule)
@@ -691,6 +698,10 @@ def _are_equal(before: Any, now: Any) -> bool:
     if f"{BUFFER}any shape" in (before, now):
         return all(isinstance(value, str) and value.startswith(BUFFER) for value in (before, now))
     return bool(before == now)
+
+
+def _are_numbers(value: Any) -> bool:
+    return all(map(_are_numbers, value)) if isinstance(value, list) else isinstance(value, int | float)
 
 
 def _text(value: Any) -> str:
