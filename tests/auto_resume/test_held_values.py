@@ -208,13 +208,20 @@ REPLACED = {
     "object of attrs": (Slotted, lambda it, n: attrs.evolve(it, n=n)),
     "object of pydantic": (Model, lambda it, n: it.model_copy(update={"n": n})),
 }
-_opened = []  # files
+_opened = []
+
+
+def _open_file():
+    _opened.append(tempfile.TemporaryFile())  # noqa: SIM115  # the test closes it
+    return _opened[-1]
+
+
 NAMED = {
     "cache of a function": Held(lambda: functools.lru_cache(abs), lambda it, n: it(n)),
     "hash": Held(hashlib.sha256, lambda it, n: it.update(b"a")),
     "context variable": Held(lambda: contextvars.ContextVar("n"), lambda it, n: it.set(n)),
     "element of XML": Held(lambda: ElementTree.Element("a"), lambda it, n: it.set("n", str(n))),
-    "open file": Held(lambda: _opened.append(tempfile.TemporaryFile()) or _opened[-1], lambda it, n: it.write(b"a")),
+    "open file": Held(_open_file, lambda it, n: it.write(b"a")),
     "parser of settings": Held(configparser.ConfigParser, lambda it, n: it.read_dict({"a": {"n": str(n)}})),
     "proxy of a dict": Held(lambda: types.MappingProxyType({"a": []}), lambda it, n: it["a"].append(n)),
     "array of records": Held(

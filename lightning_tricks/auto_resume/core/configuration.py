@@ -19,7 +19,6 @@ import linecache
 import math
 import re
 import sys
-import sysconfig
 import time
 import types
 from argparse import Namespace
@@ -40,8 +39,10 @@ from torch.utils.data import BatchSampler, Dataset
 
 from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.tensors import unsharded_class
-from lightning_tricks._torch_compat.modules import own_buffers
+from lightning_tricks._torch_compat.modules import module_internals, own_buffers
 from lightning_tricks.auto_resume.core.attributes.attribute_access import remembered_by_type
+from lightning_tricks.auto_resume.core.attributes.encoding import is_clock_reading
+from lightning_tricks.auto_resume.core.attributes.user_code import is_user_module
 
 OBJECT = "a "  # begins the text that stands for an object that is not a plain value
 ABSENT = "none"
@@ -58,7 +59,6 @@ _DEEPEST_OBJECTS = 3  # objects in objects, and functions that use functions
 _MOST_DATASETS = 5  # data sets in data sets, such as a Subset
 _LARGEST_SETTING = 2**32  # seeds end there; addresses, hashes and counts of nanoseconds are larger
 _A_DAY = 86400.0
-_CLOCKS = [(clock, clock()) for clock in (time.monotonic, time.perf_counter)]  # and what they showed at first
 
 # What schedulers count, and what they take from the optimizer
 _COUNTERS = re.compile(
@@ -69,17 +69,10 @@ _TALKS = frozenset({"verbose"})  # the one option that torch, Lightning and most
 _OF_THE_MACHINE = frozenset({"capturable", "foreach", "fused"})  # which kernels make the same step
 _SHUFFLES = {"RandomSampler": True, "SequentialSampler": False}
 _OF_THE_DATA = frozenset({"num_samples", "num_replicas", "rank", "seed", "shuffle"})  # arguments of samplers
-OF_MODULES = frozenset(vars(nn.Module()))  # registries and flags that each module has
 # Methods that make what is described by itself, and those that no fit calls: what they name is not described
 _MAKERS = re.compile(
     "__init__|setup|teardown|prepare_data|configure_.*|(train|val|test|predict)_dataloader|(on_)?(test|predict)_.*"
 )
-# Installed files lie below these, or in a folder of one of these names; "platstdlib" is that of a virtual environment
-_INSTALLED = (
-    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "scripts")),
-    str(Path(__file__).parents[2]),
-)
-_PACKAGES = {"site-packages", "dist-packages"}
 
 
 @dataclass(frozen=True)
@@ -265,22 +258,12 @@ def arguments_of(instance: object) -> dict[str, Any]:
     return {name: held[name] for name in defaults_of(type(instance)) if name in held}
 
 
-@functools.cache
-def is_own(module: str) -> bool:
-    """Whether a module is the user's code: neither installed, nor of the standard library, nor of this package."""
-    package = module.partition(".")[0]
-    files = [getattr(sys.modules.get(name), "__file__", None) for name in (module, package)]
-    path = Path(next(filter(None, files), ""))
-    is_library = package in sys.stdlib_module_names and package != "__main__"
-    return not (is_library or str(path).startswith(_INSTALLED) or _PACKAGES.intersection(path.parts))
-
-
 def own_files() -> dict[str, str]:
     """Return a digest of each file with code of the user's that is imported, by its name below its folder."""
     found = {}
     for name, module in [*sys.modules.items()]:
         path = Path(getattr(module, "__file__", None) or "")
-        if path.suffix == ".py" and is_own(name):
+        if path.suffix == ".py" and is_user_module(name):
             folders = name.split(".")[: -1 if path.stem != "__init__" else None]
             with suppress(OSError):  # of a module in an archive
                 found["/".join([*folders, path.name])] = _file_digest(path, path.stat().st_mtime_ns)
@@ -294,17 +277,14 @@ def _file_digest(path: Path, changed_at: int) -> str:
 
 def is_stamp(value: Any) -> bool:
     """Whether a number is an address, a hash or a reading of a clock: each process has others of these."""
-    is_number = isinstance(value, int | float) and math.isfinite(value)
-    is_reading = (
-        isinstance(value, float) and value % 1 > 0 and any(first <= value <= clock() for clock, first in _CLOCKS)
-    )
-    is_large = isinstance(value, int) and abs(value) > _LARGEST_SETTING
-    return is_large or is_reading or (is_number and 0 <= time.time() - value < _A_DAY)
+    is_address = isinstance(value, int) and abs(value) > _LARGEST_SETTING
+    is_reading = isinstance(value, int | float) and 0 <= time.time() - value < _A_DAY
+    return is_address or is_reading or (isinstance(value, float) and is_clock_reading(value))
 
 
 def _origin(value: Any) -> str:
     """Return where a class or function of the user's is defined; empty for others."""
-    return f"{value.__module__}:{value.__qualname__}" if is_own(str(value.__module__)) else ""
+    return f"{value.__module__}:{value.__qualname__}" if is_user_module(value.__module__) else ""
 
 
 def _exists(origin: str) -> bool:
@@ -351,7 +331,7 @@ class Describer:
         self._seen.add(id(owner))
         kind = unsharded_class(owner) if isinstance(owner, nn.Module) else type(owner)
         self.found.origins |= {label: origin} if (origin := _origin(kind)) else {}
-        left_out = {*skipped, *(OF_MODULES if isinstance(owner, nn.Module) else _content(owner))}
+        left_out = {*skipped, *(module_internals() if isinstance(owner, nn.Module) else _content(owner))}
         for name, value in {**self._of_class(kind, is_told), **getattr(owner, "__dict__", {})}.items():
             is_given = name.lstrip("_") in defaults_of(kind)
             is_private = name.startswith("_") and not is_given
@@ -426,7 +406,7 @@ class Describer:
         """Return the plain values of the user's classes, after adding what their methods name."""
         found: dict[str, Any] = {}
         for base in reversed(kind.__mro__):
-            for name, member in vars(base).items() if is_own(base.__module__) else ():
+            for name, member in vars(base).items() if is_user_module(base.__module__) else ():
                 function = inspect.unwrap(getattr(member, "__func__", getattr(member, "fget", member)))
                 if not isinstance(function, types.FunctionType) and name[:2] != "__" and _is_data(member):
                     found[name] = member
@@ -437,7 +417,7 @@ class Describer:
     def _add_globals(self, function: Any, is_told: bool, depth: int = 0) -> None:
         """Add the plain global variables that a function of the user's names, and those that it calls."""
         code, module = getattr(function, "__code__", None), str(getattr(function, "__module__", ""))
-        if code is None or code in self._codes or not is_own(module):
+        if code is None or code in self._codes or not is_user_module(module):
             return
         self._codes.add(code)
         if not getattr(sys.modules.get(module), "__file__", None):  # of a notebook, whose cells have no files
@@ -453,7 +433,7 @@ class Describer:
                 continue
             if isinstance(value, types.ModuleType | type):
                 owner = value.__name__ if isinstance(value, types.ModuleType) else str(value.__module__)
-                entries = vars(value) if is_own(owner) else {}
+                entries = vars(value) if is_user_module(owner) else {}
             elif _is_described(value):
                 entries = vars(value)
             if not isinstance(entries, Mapping):
@@ -483,7 +463,7 @@ def _is_described(value: Any) -> bool:
     if isinstance(value, type | Enum | Optimizer | torch.Tensor) or not hasattr(value, "__dict__"):
         return False
     is_known = isinstance(value, nn.Module | Dataset) or callable(value)
-    return is_known or (is_own(type(value).__module__) and _as_mapping(value) is value)
+    return is_known or (is_user_module(type(value).__module__) and _as_mapping(value) is value)
 
 
 def _is_data(value: Any) -> bool:

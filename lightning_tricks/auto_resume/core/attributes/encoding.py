@@ -231,7 +231,7 @@ class Encoder:
         return {"vars": [[name, self.encode(part, f"{path}.{name}")] for name, part in own]} if own else {}
 
     def _object(self, value: Any, kind: type, path: str) -> Any:
-        """Return an object by its attributes. Of one of a library, all holes are one: its parts are nobody's to name."""
+        """Return an object by its attributes. Holes of one of a library are one: its parts are nobody's to name."""
         left_out, holes = self.skipped(value), self.holes
         self.holes = {}
         own = [(name, part) for name, part in attributes(value) if name not in left_out]

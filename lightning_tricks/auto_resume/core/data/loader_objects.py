@@ -18,13 +18,15 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_tricks._torch_compat.modules import module_internals
 from lightning_tricks.auto_resume.core.attributes.attribute_access import attribute_dict, attributes, is_subclass
 from lightning_tricks.auto_resume.core.attributes.digests import ValueDigest
 from lightning_tricks.auto_resume.core.attributes.encoding import SkippedNames, nothing_skipped
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
 from lightning_tricks.auto_resume.core.attributes.tracking import AttributeChanges, AttributeTracker, all_values
+from lightning_tricks.auto_resume.core.attributes.user_code import is_user_module
 from lightning_tricks.auto_resume.core.attributes.value_kinds import num_bytes
-from lightning_tricks.auto_resume.core.configuration import OF_MODULES, defaults_of, is_own, is_stamp
+from lightning_tricks.auto_resume.core.configuration import defaults_of, is_stamp
 from lightning_tricks.auto_resume.core.data.rng_state import GlobalDraws
 
 _MAX_REMEMBERED_BYTES = 2**20  # of one attribute
@@ -182,7 +184,7 @@ def fingerprints(roots: Mapping[str, Any], *, skipped: SkippedNames = nothing_sk
         if path in roots:
             with suppress(Exception):  # not every data set has a length
                 found[f"len({path})"] = [str(len(owner)), ""]
-        left_out = {*skipped(owner), *(OF_MODULES if isinstance(owner, nn.Module) else ())}
+        left_out = {*skipped(owner), *(module_internals() if isinstance(owner, nn.Module) else ())}
         held = [(f"{path}.{name}", name, value) for name, value in attributes(owner) if name not in left_out]
         for name, argument, value in held or [(path, "", owner)]:
             is_list = is_subclass(type(value), list, tuple) and len(value) <= _MAX_PARTS
@@ -191,7 +193,8 @@ def fingerprints(roots: Mapping[str, Any], *, skipped: SkippedNames = nothing_sk
             inner = {number: pair for number, pair in once.items() if number not in seen}
             seen.update(inner)
             pending += [*inner.values()][::-1]
-            is_library = not is_own(type(owner).__module__) and argument.lstrip("_") not in defaults_of(type(owner))
+            is_given = argument.lstrip("_") in defaults_of(type(owner))
+            is_library = not is_given and not is_user_module(type(owner).__module__)
             is_scalar = isinstance(value, bool | int | float) or once
             numbers = "" if is_library and is_scalar else _numbers_in(value, {*once}, [_MAX_ENTRIES])
             found[name] = [value_digest(numbers), value_digest(value)]
@@ -214,7 +217,7 @@ def _numbers_in(value: Any, left_out: set[int], budget: list[int]) -> Any:
     if id(value) in left_out:
         return ""
     left_out = {*left_out, id(value)}  # what it holds may hold it
-    if is_own(kind.__module__):
+    if is_user_module(kind.__module__):
         value = dict(attributes(value))
     if budget[0] < 0 or not is_subclass(type(value), list, tuple, dict):
         return ""
