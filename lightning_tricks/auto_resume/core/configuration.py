@@ -42,7 +42,7 @@ from lightning_tricks._shared.tensors import unsharded_class
 from lightning_tricks._torch_compat.modules import module_internals, own_buffers
 from lightning_tricks.auto_resume.core.attributes.attribute_access import remembered_by_type
 from lightning_tricks.auto_resume.core.attributes.encoding import is_clock_reading
-from lightning_tricks.auto_resume.core.attributes.user_code import is_user_module
+from lightning_tricks.auto_resume.core.attributes.user_code import is_user_module, is_users_file
 
 OBJECT = "a "  # begins the text that stands for an object that is not a plain value
 ABSENT = "none"
@@ -261,9 +261,10 @@ def arguments_of(instance: object) -> dict[str, Any]:
 def own_files() -> dict[str, str]:
     """Return a digest of each file with code of the user's that is imported, by its name below its folder."""
     found = {}
-    for name, module in [*sys.modules.items()]:
-        path = Path(getattr(module, "__file__", None) or "")
-        if path.suffix == ".py" and is_user_module(name):
+    for name, module in [*sys.modules.items()]:  # of which there are thousands: paths are made of the user's alone
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and file.endswith(".py") and is_users_file(name, file):
+            path = Path(file)
             folders = name.split(".")[: -1 if path.stem != "__init__" else None]
             with suppress(OSError):  # of a module in an archive
                 found["/".join([*folders, path.name])] = _file_digest(path, path.stat().st_mtime_ns)

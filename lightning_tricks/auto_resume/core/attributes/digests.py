@@ -13,7 +13,7 @@ import pickle
 import types
 from array import array
 from hashlib import sha256
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -30,6 +30,7 @@ from lightning_tricks._torch_compat.tensors import tensor_version
 from lightning_tricks.auto_resume.core.attributes.attribute_access import (
     HANDLES,
     IGNORED_TYPES,
+    SCALARS,
     attribute_dict,
     attributes,
     is_subclass,
@@ -37,6 +38,7 @@ from lightning_tricks.auto_resume.core.attributes.attribute_access import (
 )
 from lightning_tricks.auto_resume.core.attributes.encoding import (
     MAX_BYTES,
+    MIN_ROWS,
     Encoder,
     attributes_beside,
     content_of,
@@ -57,6 +59,7 @@ from lightning_tricks.auto_resume.core.tensor_block import stacked
 _READ_EACH_TIME = 2**18  # bytes of a tensor; of a larger one the version tells whether it changed
 _SEEN = 1000  # entries of such a tensor
 _MAPPED_BYTES = 2**20  # of a mapped file that are read
+_ROW_PARTS = SCALARS | {Tensor}
 _never_twice = count()
 _tokens = dict[int, tuple[Any, int]]()  # id of a large tensor -> a weak reference to it, and a number of its own
 
@@ -290,6 +293,16 @@ class _Pickler(pickle.Pickler):
         self._digest, self._set_apart = digest, digest.tensors.append
         self._references, self._owns_memory = digest.encoder.references, digest.encoder.owns_memory
 
+    def dump(self, value: Any) -> None:
+        """Write a value; of a long list of tensors, or of tuples of them, the tensors are set apart at once."""
+        are_rows = type(value) is list and len(value) >= MIN_ROWS and set(map(type, value)) == {tuple}
+        flat = list(chain.from_iterable(value)) if are_rows else value if type(value) is list else []
+        tensors = [part for part in flat if type(part) is Tensor]
+        if len(tensors) >= MIN_ROWS and _ROW_PARTS.issuperset(map(type, flat)) and all(map(self._is_simple, tensors)):
+            self._digest.tensors += tensors
+            value = are_rows and list(map(len, value)), [None if type(part) is Tensor else part for part in flat]
+        super().dump(value)
+
     def reducer_override(self, value: Any) -> Any:
         """Return how to write a value."""
         if value is str:  # by which all others are written
@@ -305,9 +318,12 @@ class _Pickler(pickle.Pickler):
         return (str, (), self._digest.apart(value)) if self._apart else _reduced_by_class(value)
 
     def _is_simple(self, value: Tensor) -> bool:
-        if value.layout is not torch.strided or value.is_nested or value.requires_grad or vars(value):
+        """Whether a tensor counts by its numbers alone, asking first what is fastest: a data set may have millions."""
+        if value.requires_grad or value.layout is not torch.strided or value.is_nested or vars(value):
             return False
-        return id(value) not in self._references and (self._owns_memory or not value.is_shared()) and has_data(value)
+        if id(value) in self._references or not (self._owns_memory or not value.is_shared()):
+            return False
+        return value.data_ptr() != 0  # of tensors on the meta device, empty ones, and those whose memory was freed
 
 
 class _PortablePickler(_Pickler):

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import chain
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -187,7 +188,7 @@ class _CodeWalk:
         self._seen.add(id(value))
         if (container := container_kind(kind)) is not None:
             if container.container.__len__(value) > MAX_ENTRIES or (
-                _LEAVES.issuperset(map(type, value)) and not container.is_keyed
+                not container.is_keyed and _LEAVES.issuperset(map(type, _entries_of_rows(value)))
             ):
                 return ()
             return [part for _, part in container.entries(value)] if container.has_order else ()
@@ -265,3 +266,8 @@ class _CodeWalk:
             elif self._has_models or not is_subclass(type(value), nn.Module):
                 self._walk.owners[path] = module
                 self._walk.slots[inner] = AttributeSlot(module, path, name, value)
+
+
+def _entries_of_rows(value: Any) -> Iterable[Any]:
+    """Return what the tuples in a container hold; its entries if there are others."""
+    return chain.from_iterable(value) if set(map(type, value)) == {tuple} else value

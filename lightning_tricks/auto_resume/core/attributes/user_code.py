@@ -26,18 +26,18 @@ def is_user_module(name: object) -> bool:
     One without a file is the user's, as that of a notebook is, unless Python brings it.
     """
     module = sys.modules.get(name) if isinstance(name, str) else None
-    if module is None or not isinstance(name, str) or name.partition(".")[0] == "lightning_tricks":
+    if module is None or not isinstance(name, str):
         return False
     file = getattr(module, "__file__", None)
-    return (
-        _is_users_file(name, file) if isinstance(file, str) else name.partition(".")[0] not in sys.stdlib_module_names
-    )
+    return is_users_file(name, file) if isinstance(file, str) else name.partition(".")[0] not in sys.stdlib_module_names
 
 
 @cache
-def _is_users_file(name: str, file: str) -> bool:
+def is_users_file(name: str, file: str) -> bool:
+    """Whether the file of a module is the user's own code."""
     path = Path(file)
-    return not _is_of_packages(path.parents[min(name.count(".") + (path.stem == "__init__"), len(path.parents) - 1)])
+    level = min(name.count(".") + (path.stem == "__init__"), len(path.parents) - 1)
+    return name.partition(".")[0] != "lightning_tricks" and not _is_of_packages(path.parents[level])
 
 
 @cache

@@ -215,11 +215,9 @@ def _scalar(name: str, kinds: tuple[type, ...], write: Callable[[Any], Any], rea
 
 def has_data(value: Tensor) -> bool:
     """Whether a tensor can be read: not on the meta device, nor after FSDP2 freed the weights that it had gathered."""
-    if value.device.type == "meta":
-        return False
     # to read what was freed (`untyped_storage().resize_(0)`) ends the process, without an error
     is_plain = type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_nested
-    return not is_plain or value.numel() == 0 or value.untyped_storage().nbytes() > 0
+    return value.device.type != "meta" and (not is_plain or value.numel() == 0 or value.data_ptr() != 0)
 
 
 def _take_tensor(value: Any) -> dict[str, Any]:
