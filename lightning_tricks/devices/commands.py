@@ -169,21 +169,17 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    packages, of_torch = _versions(), _report_of_torch()
+    packages: dict[str, str | None] = dict.fromkeys(_PACKAGES)
+    for name in (*_PACKAGES, *_MORE_PACKAGES):
+        with suppress(metadata.PackageNotFoundError):
+            packages[name] = metadata.version(name)
+    of_torch = _report_of_torch()
     if arguments.json:
         write_json({"packages": packages, "collect_env": of_torch})
     else:  # lines that need no markup, for a code block
         versions = "".join(f"{name}: {version or 'not installed'}\n" for name, version in packages.items())
         write_output(f"{versions}\n{of_torch}\n")
     return 0
-
-
-def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = dict.fromkeys(_PACKAGES)
-    for name in (*_PACKAGES, *_MORE_PACKAGES):
-        with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
 
 
 def _report_of_torch() -> str:

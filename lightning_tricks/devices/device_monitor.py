@@ -193,15 +193,11 @@ class DeviceMonitor(TrickCallback):
         given = trainer.train_dataloader if stage == "train" else getattr(trainer, f"{stage}_dataloaders")
         own = self._running.summarize(trainer, stage, CombinedLoader(given, "sequential").flattened)
         self.summary = gather_objects(own)
-        if stage == "train":
-            self._show(trainer)
-        self._tell_alerts()
-
-    def _show(self, trainer: Trainer) -> None:
-        if trainer.is_global_zero and self.summary:
+        if stage == "train" and trainer.is_global_zero:
             self.show_table(device_report(self.summary))
             if line := describe_devices(self.summary):
                 self.say(line)
+        self._tell_alerts()
 
 
 def _stage_of(trainer: Trainer) -> str:

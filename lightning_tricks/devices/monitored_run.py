@@ -80,15 +80,8 @@ class MonitoredRun:
 
     def sample(self) -> None:
         """Measure the load of all devices once; the values belong to the stage that runs. It does not raise."""
-        self._measure()
-        stage = self.wait.stage
-        if stage is not None:
-            self._recorder.add(stage, self._latest)
-
-    def _measure(self) -> None:
         values: dict[str, float] = {}
-        measures = [self._host.measure, *(gpu.measure for gpu in self._gpus)]
-        for measure in measures:
+        for measure in (self._host.measure, *(gpu.measure for gpu in self._gpus)):
             try:
                 values |= measure()
             except Exception as error:  # such as too many open files: it may work the next time
@@ -99,6 +92,9 @@ class MonitoredRun:
             if gpu.name == self._own_name:
                 self._alert(gpu, values.get(f"{gpu.name}/temperature"))
         self._latest = values
+        stage = self.wait.stage
+        if stage is not None:
+            self._recorder.add(stage, values)
 
     def _tell_once(self, what: str, sentence: str) -> None:
         if what not in self._told:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -155,8 +154,11 @@ class FlopsReport(TrickCallback):
                     self._report(trainer)
         self._log_totals(trainer, pl_module)
         if self._flops_per_batch is not None:
-            self._fill_monitors(trainer, pl_module, self._flops_per_batch)
-            self._meter = start_meter(trainer, self._flops_per_batch, self.peak_flops, self.say)
+            monitors = callbacks_of_type(trainer, ThroughputMonitor)
+            if monitors and not hasattr(pl_module, "flops_per_batch"):
+                self._installed.enter_context(providing_flops_per_batch(pl_module, self._flops_per_batch, monitors))
+                self._provides_flops = True
+            self._meter = self._start_meter(trainer, self._flops_per_batch)
         if self._meter is None:
             self.skip_hooks("on_train_batch_end")
 
@@ -220,11 +222,28 @@ class FlopsReport(TrickCallback):
         # without communication: a rank that failed to count would not take part in it
         pl_module.log_dict(values, on_step=False, on_epoch=True, batch_size=1, sync_dist=True, rank_zero_only=True)
 
-    def _fill_monitors(self, trainer: Trainer, pl_module: LightningModule, flops_per_batch: float) -> None:
-        monitors = callbacks_of_type(trainer, ThroughputMonitor)
-        if monitors and not hasattr(pl_module, "flops_per_batch"):
-            self._installed.enter_context(providing_flops_per_batch(pl_module, flops_per_batch, monitors))
-            self._provides_flops = True
+    def _start_meter(self, trainer: Trainer, flops_per_batch: float) -> MfuMeter | None:
+        """Return a running meter for this rank's device, and say which peak it uses.
+
+        Args:
+            trainer: The Trainer.
+            flops_per_batch: The FLOPs of one training step.
+
+        Returns:
+            The meter; None on other ranks than zero, in barebones mode, or if the peak is unknown.
+        """
+        if trainer.barebones or not trainer.is_global_zero:
+            return None
+        device = trainer.strategy.root_device
+        peak, origin = self.peak_flops, "as given"
+        if peak is None:
+            peak, origin = device_peak_flops(trainer), "by Lightning's table"
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device.type)
+        if peak is None:
+            self.say(f"no flops/mfu, as the peak FLOP/s of {name} is not known: pass peak_flops to log it")
+            return None
+        self.say(f"flops/mfu is relative to {format_si(peak, 'FLOP/s')} of {name} in {trainer.precision}, {origin}")
+        return MfuMeter(float(peak), flops_per_batch, trainer.global_step)
 
 
 def _totals(count: FlopsCount) -> list[tuple[str, str]]:
@@ -279,31 +298,3 @@ class MfuMeter:
     def resume(self) -> None:
         """Start the clock again."""
         self._start += time.perf_counter() - self._paused_at
-
-
-def start_meter(
-    trainer: Trainer, flops_per_batch: float, peak_flops: float | None, say: Callable[[str], None]
-) -> MfuMeter | None:
-    """Return a running meter for this rank's device, and say which peak it uses.
-
-    Args:
-        trainer: The Trainer.
-        flops_per_batch: The FLOPs of one training step.
-        peak_flops: The peak of the device, in FLOPs per second; None for that in Lightning's table.
-        say: Is called with the sentence.
-
-    Returns:
-        The meter; None on other ranks than zero, in barebones mode, or if the peak is unknown.
-    """
-    if trainer.barebones or not trainer.is_global_zero:
-        return None
-    device = trainer.strategy.root_device
-    peak, origin = peak_flops, "as given"
-    if peak is None:
-        peak, origin = device_peak_flops(trainer), "by Lightning's table"
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device.type)
-    if peak is None:
-        say(f"no flops/mfu, as the peak FLOP/s of {name} is not known: pass peak_flops to log it")
-        return None
-    say(f"flops/mfu is relative to {format_si(peak, 'FLOP/s')} of {name} in {trainer.precision}, {origin}")
-    return MfuMeter(float(peak), flops_per_batch, trainer.global_step)

@@ -224,11 +224,14 @@ class MetricsMonitor(StepsCallback):
                     self._best_keys.check_loaders(stage, key_checks.loader_names(trainer, stage))
             if trainer.world_size > 1:
                 key_checks.refuse_unordered(self._name, stage, dataloader.suite.ordered_keys)
-        returned = self._transform(outputs, batch, stage)
-        is_complete = self._check_inputs(dataloader.suite, returned, stage, batch_idx)
+        if self.output_transform is not None:
+            outputs = self.output_transform(outputs, batch, stage)
+        elif isinstance(outputs, Tensor) and not outputs.ndim:  # Lightning takes it for the loss
+            outputs = {"loss": outputs}
+        is_complete = self._check_inputs(dataloader.suite, outputs, stage, batch_idx)
         if self._is_sanity_checking:
             return
-        inputs, num_rows = returned if isinstance(returned, Mapping) else {}, None
+        inputs, num_rows = outputs if isinstance(outputs, Mapping) else {}, None
         if stage != "train":
             inputs, num_rows = self._own_samples.take(trainer, stage, dataloader_idx, batch_idx, inputs)
         # with automatic optimization, Lightning has divided the loss of training and made a copy of it
@@ -326,12 +329,6 @@ class MetricsMonitor(StepsCallback):
             yield
         except ValueError as error:
             raise key_checks.MetricsError(f"{self._name}{where}: {error}") from error
-
-    def _transform(self, outputs: Any, batch: Any, stage: str) -> Any:
-        if self.output_transform is not None:
-            return self.output_transform(outputs, batch, stage)
-        is_loss = isinstance(outputs, Tensor) and not outputs.ndim  # as Lightning takes it
-        return {"loss": outputs} if is_loss else outputs
 
     def _check_inputs(self, suite: MetricSuite, inputs: Any, stage: str, batch_idx: int) -> bool:
         """Return whether a step returned what the metrics need; the first time that it did, check the values."""

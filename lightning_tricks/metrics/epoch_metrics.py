@@ -18,7 +18,7 @@ from lightning_tricks._shared.tensors import gather_objects, tensors_in
 from lightning_tricks.metrics.core.history import EpochRecord, EvaluationData, History, make_parts
 from lightning_tricks.metrics.core.plots import as_array, make_figures
 from lightning_tricks.metrics.core.suite import MetricSuite
-from lightning_tricks.metrics.key_checks import LoggedKeys, merge_logged_keys
+from lightning_tricks.metrics.key_checks import LoggedKeys
 
 
 class EpochMetrics:
@@ -65,7 +65,7 @@ class EpochMetrics:
         for index in sorted({index for part in parts for index in part}):
             dataloader = self.of_dataloader(trainer, pl_module, stage, index, resumes=False)
             dataloader.load([part[index] for part in parts if index in part], pl_module.device)
-        return merge_logged_keys([keys for _, keys in gathered])
+        return {key: hook for _, keys in gathered for key, hook in keys.items()}
 
     def load_partial_state(self, state: Mapping[str, Any]) -> None:
         """Take the metrics of the epoch in which a checkpoint was saved; an empty mapping for none."""

@@ -89,11 +89,6 @@ def is_hook(name: str) -> bool:
     return hasattr(LightningModule, name)
 
 
-def merge_logged_keys(ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Return the keys that are logged on any of the ranks: key -> hook."""
-    return {key: hook for of_rank in ranks for key, hook in of_rank.items()}
-
-
 def refuse_unordered(monitor: str, stage: str, keys: Iterable[str]) -> None:
     """Raise a MetricsError for metrics whose value depends on the order of the samples, which ranks do not know."""
     for key in keys:

@@ -93,23 +93,20 @@ class RunReport(TrickCallback):
         if is_fast_dev_run(trainer) or not trainer.is_global_zero:
             self.skip_hooks("on_train_batch_start", "on_train_batch_end")
         else:
-            self._start(trainer, pl_module)
+            with self._stops_on_error():
+                record = describe_run(trainer, pl_module)
+                writer = self._writer = RunWriter(Path(self.dirpath), record, trainer.train_dataloader)
+                self._installed.callback(writer.close)
+                if self._position_to_keep is None:
+                    writer.start()
+                else:
+                    now = Resume(_steps_done(trainer), trainer.current_epoch, time.time())
+                    writer.resume(self._position_to_keep, now)
+                for sentence in writer.said:
+                    self.say(sentence)
+                self._position = writer.position()
+            self._observe(trainer)
         super().on_train_start(trainer, pl_module)
-
-    def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        with self._stops_on_error():
-            record = describe_run(trainer, pl_module)
-            writer = self._writer = RunWriter(Path(self.dirpath), record, trainer.train_dataloader)
-            self._installed.callback(writer.close)
-            if self._position_to_keep is None:
-                writer.start()
-            else:
-                now = Resume(_steps_done(trainer), trainer.current_epoch, time.time())
-                writer.resume(self._position_to_keep, now)
-            for sentence in writer.said:
-                self.say(sentence)
-            self._position = writer.position()
-        self._observe(trainer)
 
     def resumed(self, trainer: Trainer, not_restored: Sequence[str]) -> None:
         """Record what `AutoResume` could not restore."""

@@ -12,7 +12,6 @@ from lightning_tricks._shared.report_parts import DeviceUse
 
 if TYPE_CHECKING:
     from rich.console import Group
-    from rich.table import Table
 
 GIB = 2**30
 
@@ -169,10 +168,9 @@ def device_use(summary: DeviceSummary) -> DeviceUse:
     """Return what one rank's devices did, as texts for a report."""
     rows = [(device, quantity.words, mean, most) for device, quantity, _, mean, most in _rows(summary)]
     energy = [(name, "energy", f"{used:.3g} kWh", "") for name, used in summary.energy.items()]
-    wait = summary.means.get("host/data_wait")
     return DeviceUse(
         rank=summary.rank,
-        data_wait=wait,
+        data_wait=summary.means.get("host/data_wait"),
         rows=[*rows, *energy],
         verdict=list(summary.verdict),
         keeps_up=summary.keeps_up,
@@ -185,19 +183,6 @@ def device_report(ranks: Sequence[DeviceSummary]) -> Group:
     from rich.console import Group
     from rich.text import Text
 
-    return Group(_table(ranks), Text("\n".join(_sentences(ranks))))
-
-
-def describe_devices(ranks: Sequence[DeviceSummary]) -> str:
-    """Return waits, energy and verdicts in one line; of many ranks, the first verdicts and how many there are."""
-    waits = [summary.means["host/data_wait"] for summary in ranks if "host/data_wait" in summary.means]
-    sentences = _sentences(ranks) or [f"Waited for data {wait:.0f} % of the time." for wait in waits[:1]]
-    if len(ranks) > 1 and len(sentences) > 3:
-        sentences[2:] = [f"{len(sentences) - 2} more sentences are in `summary`."]
-    return " ".join(sentences)
-
-
-def _table(ranks: Sequence[DeviceSummary]) -> Table:
     from lightning_tricks._shared.fitting_table import FittingTable, FoldedName
 
     several = len(ranks) > 1
@@ -217,7 +202,16 @@ def _table(ranks: Sequence[DeviceSummary]) -> Table:
             before = device
             table.add_row(*labels, FoldedName(name), *numbers)
         table.add_section()
-    return table
+    return Group(table, Text("\n".join(_sentences(ranks))))
+
+
+def describe_devices(ranks: Sequence[DeviceSummary]) -> str:
+    """Return waits, energy and verdicts in one line; of many ranks, the first verdicts and how many there are."""
+    waits = [summary.means["host/data_wait"] for summary in ranks if "host/data_wait" in summary.means]
+    sentences = _sentences(ranks) or [f"Waited for data {wait:.0f} % of the time." for wait in waits[:1]]
+    if len(ranks) > 1 and len(sentences) > 3:
+        sentences[2:] = [f"{len(sentences) - 2} more sentences are in `summary`."]
+    return " ".join(sentences)
 
 
 def _rows(summary: DeviceSummary) -> Iterator[tuple[str, Quantity, str, str, str]]:

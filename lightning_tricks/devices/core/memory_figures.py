@@ -37,27 +37,21 @@ def resolve_device(device: int | str | torch.device | None) -> torch.device:
 def memory_figures(device: torch.device) -> dict[str, int | None]:
     """Return what is known of a device, in bytes, by the names that it has in `MemoryReport`."""
     if device.type == "cuda":
-        return _of_cuda(device)
-    return _of_process() if device.type == "cpu" else {}
-
-
-def _of_cuda(device: torch.device) -> dict[str, int | None]:
-    reserved = torch.cuda.memory_reserved(device)
-    free = total = None
-    if reserved or torch.cuda.max_memory_reserved(device):  # otherwise asking would create a context on the device
-        with suppress(RuntimeError):  # after some errors the device no longer responds
-            free, total = torch.cuda.mem_get_info(device)
-    return {
-        "allocated": torch.cuda.memory_allocated(device),
-        "reserved": reserved,
-        "peak_allocated": torch.cuda.max_memory_allocated(device),
-        "peak_reserved": torch.cuda.max_memory_reserved(device),
-        "total": total,
-        "free": free,
-    }
-
-
-def _of_process() -> dict[str, int | None]:
+        reserved = torch.cuda.memory_reserved(device)
+        free = total = None
+        if reserved or torch.cuda.max_memory_reserved(device):  # otherwise asking would create a context on the device
+            with suppress(RuntimeError):  # after some errors the device no longer responds
+                free, total = torch.cuda.mem_get_info(device)
+        return {
+            "allocated": torch.cuda.memory_allocated(device),
+            "reserved": reserved,
+            "peak_allocated": torch.cuda.max_memory_allocated(device),
+            "peak_reserved": torch.cuda.max_memory_reserved(device),
+            "total": total,
+            "free": free,
+        }
+    if device.type != "cpu":
+        return {}
     try:
         import psutil
     except ModuleNotFoundError:

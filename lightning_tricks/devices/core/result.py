@@ -165,7 +165,7 @@ class _State:
             self._show(None)
             if not has_launched_ranks(os.environ):  # which do not know that it was released
                 self.choice = None
-                withdraw_choice()
+                os.environ.pop(CHOICE_VARIABLE, None)  # so that new child processes do not inherit it
 
     def forget(self) -> None:
         """Let a forked child begin without a selection; the locks are its parent's."""
@@ -263,11 +263,6 @@ def has_launched_ranks(environment: Mapping[str, str]) -> bool:
 def announce_choice(choice: Sequence[str]) -> None:
     """Set the variable by which the processes that this one starts learn what it has selected."""
     os.environ[CHOICE_VARIABLE] = f"{os.getpid()}:{','.join(choice)}"
-
-
-def withdraw_choice() -> None:
-    """Remove the variable, so that new child processes do not inherit the selection."""
-    os.environ.pop(CHOICE_VARIABLE, None)
 
 
 def _announced_choice(environment: Mapping[str, str]) -> list[str] | None:

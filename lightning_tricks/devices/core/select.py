@@ -182,12 +182,8 @@ def _commit(chosen: Sequence[VisibleDevice], machine: Machine, locks: dict[str, 
     return state.take(selection, [device.key for device in chosen], locks, visible, leads)
 
 
+@state.changing()
 def _use(choice: Sequence[str], request: Request, nvml: Any) -> Selection:
-    with state.changing():
-        return _use_now(choice, request, nvml)
-
-
-def _use_now(choice: Sequence[str], request: Request, nvml: Any) -> Selection:
     """Select what the first rank has chosen, whatever limits say: the other ranks use it already."""
     leads = state.leads and state.choice is not None
     if list(choice) == [CPU]:

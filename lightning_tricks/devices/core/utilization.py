@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -85,7 +86,7 @@ class GpuUtilization:
         self.name = name
         self.problem: str | None = None
         self.energy: float | None = None
-        self.reasons: dict[str, int] = {}
+        self.reasons: Counter[str] = Counter()
         self.n_measurements = 0
         self._nvml, self._handle = nvml, handle
         self._clock = clock
@@ -113,7 +114,11 @@ class GpuUtilization:
             if quantity.field and told[quantity.field] is not None  # whatever is not reported is left out
         }
         if told["throttle_reasons"] is not None:
-            values["throttled"] = self._count_reasons(told["throttle_reasons"])
+            found = told["throttle_reasons"]
+            slowed = [reason.words for reason in THROTTLE_REASONS if reason.slows and reason.words in found]
+            self.n_measurements += 1
+            self.reasons.update(slowed)
+            values["throttled"] = 100.0 if slowed else 0.0
         return {f"{self.name}/{name}": value for name, value in values.items()}
 
     def _count_energy(self, energy: float | None, power: float | None) -> None:
@@ -127,13 +132,6 @@ class GpuUtilization:
                 then, before = self._last_power
                 self.energy = (self.energy or 0.0) + (now - then) * (before + power) / 2
             self._last_power = now, power
-
-    def _count_reasons(self, reasons: tuple[str, ...]) -> float:
-        slowed = [reason.words for reason in THROTTLE_REASONS if reason.slows and reason.words in reasons]
-        self.n_measurements += 1
-        for reason in slowed:
-            self.reasons[reason] = self.reasons.get(reason, 0) + 1
-        return 100.0 if slowed else 0.0
 
 
 def find_cuda_handles(nvml: Any, indices: Iterable[int]) -> dict[int, Any]:

@@ -89,11 +89,6 @@ def visible_devices(value: str | None, gpus: Sequence[Gpu]) -> list[VisibleDevic
     return found
 
 
-def _named_by_index(value: str | None) -> bool:
-    """Return whether the order of the GPUs of the machine decides what CUDA sees."""
-    return value is None or _kind(value) is _INDEX
-
-
 def _kind(part: str) -> _Kind:
     return {"GPU-": _GPU, "MIG-": _SLICE}.get(part[:4], _INDEX)
 
@@ -216,7 +211,8 @@ def see_machine(value: str | None, nvml: Any = None) -> Machine:
         devices = [device for _, device in numbered]
         return Machine(gpus, devices, {device.key: number for number, device in numbered}, True)
     visible = visible_devices(value, gpus)
-    _number_gpus_by_bus(len(gpus), order_matters=bool(visible) and _named_by_index(value))
+    by_index = value is None or _kind(value) is _INDEX
+    _number_gpus_by_bus(len(gpus), order_matters=bool(visible) and by_index)
     numbers = {device.key: number for number, device in enumerate(visible)}
     devices = list(_slices(visible))
     return Machine(gpus, devices, {**dict.fromkeys((device.key for device in devices), 0), **numbers}, False)

@@ -139,7 +139,8 @@ class FlopsCount:
             lines.append(f"training step {format_si(self.train_step_flops, 'FLOP')}{ratio}")
         lines.append(f"parameters {format_si(self.params)}, trainable {format_si(self.trainable_params)}")
         if self.peer is not None:
-            lines.append(f"{self.peer.backend} counts {format_si(self.peer.macs, 'MAC')}{_difference(self.peer, self)}")
+            difference = f", {self.peer.macs / self.macs - 1:+.1%}" if self.macs else ""
+            lines.append(f"{self.peer.backend} counts {format_si(self.peer.macs, 'MAC')}{difference}")
         for count in filter(None, (self, self.peer)):
             if count.uncounted:
                 listed = ", ".join(f"{name} ({calls})" for name, calls in sorted(count.uncounted.items()))
@@ -191,10 +192,6 @@ class FlopsCount:
 
     def __str__(self) -> str:
         return render_text(self)
-
-
-def _difference(count: FlopsCount, reference: FlopsCount) -> str:
-    return f", {count.macs / reference.macs - 1:+.1%}" if reference.macs else ""
 
 
 def check_report_path(path: str | Path) -> Path:

@@ -175,7 +175,9 @@ def _count_with_torch(
     for note in notes:
         lightning_logger("flops").info("FLOPs of %s: %s.", type(model_copy).__name__, note)
     counted = _build_count(
-        _build_rows(model_copy, counter.total, counter.module_costs),
+        model_copy,
+        counter.total,
+        counter.module_costs,
         train_step_flops=_to_int(2 * (counter.total.macs + counter.backward_macs)) if backward else None,
         uncounted=dict(counter.uncounted),
         backend="torch",
@@ -203,8 +205,8 @@ def _count_with_thop(model: nn.Module, call: ModelCall, modules: Mapping[type, A
             without_rule.add(module)
             uncounted[kind] = uncounted.get(kind, 0) + cost.calls
         module_costs[module] = replace(cost, macs=macs.get(module, 0), other_flops=0)
-    rows = _build_rows(model_copy, ModuleCost(macs=macs[model_copy]), module_costs, without_rule)
-    return _build_count(rows, train_step_flops=None, uncounted=uncounted, backend="thop")
+    details: dict[str, Any] = {"train_step_flops": None, "uncounted": uncounted, "backend": "thop"}
+    return _build_count(model_copy, ModuleCost(macs=macs[model_copy]), module_costs, without_rule, **details)
 
 
 def _run(model_copy: nn.Module, call: ModelCall, counter: OperatorCounter, backward: bool) -> None:
@@ -221,12 +223,13 @@ def _run(model_copy: nn.Module, call: ModelCall, counter: OperatorCounter, backw
                 find_loss(out, call).backward()
 
 
-def _build_rows(
+def _build_count(
     model_copy: nn.Module,
     total: ModuleCost,
     module_costs: Mapping[nn.Module, ModuleCost],
     without_rule: Collection[nn.Module] = (),
-) -> tuple[FlopsRow, ...]:
+    **details: Any,
+) -> FlopsCount:
     rows = []
     for name, module in model_copy.named_modules():
         cost = module_costs.get(module, ModuleCost())
@@ -249,10 +252,6 @@ def _build_rows(
                 has_rule=module not in without_rule,
             )
         )
-    return tuple(rows)
-
-
-def _build_count(rows: tuple[FlopsRow, ...], **details: Any) -> FlopsCount:
     model_row = rows[0]
     return FlopsCount(
         macs=model_row.macs,
@@ -260,7 +259,7 @@ def _build_count(rows: tuple[FlopsRow, ...], **details: Any) -> FlopsCount:
         other_flops=model_row.other_flops,
         params=model_row.params,
         trainable_params=model_row.trainable_params,
-        rows=rows,
+        rows=tuple(rows),
         **details,
     )
 

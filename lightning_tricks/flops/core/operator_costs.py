@@ -25,7 +25,7 @@ from lightning_tricks._torch_compat.memory import parts_of_sparse
 Cost = Callable[..., float]
 
 
-def _matrix_product(left: Tensor, right: Tensor) -> int:
+def _mm(out: Any, /, left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:
     if right.layout != torch.strided:  # where both are sparse, as many as if their elements were spread evenly
         products = _num_stored(left) * _num_stored(right) // max(left.shape[-1], 1)
     else:
@@ -39,12 +39,8 @@ def _num_stored(tensor: Tensor) -> int:
     return parts[-1].numel() if parts else tensor.numel()
 
 
-def _mm(out: Any, /, left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:
-    return _matrix_product(left, right)
-
-
 def _addmm(out: Any, /, added: Any, left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:
-    return _matrix_product(left, right)
+    return _mm(out, left, right)
 
 
 def _grouped_mm(out: Any, /, left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:
@@ -128,61 +124,40 @@ def _twice(cost: Callable[..., int]) -> Cost:
     return lambda out, /, *args, **kwargs: 2 * cost(out, *args, **kwargs)
 
 
+def _of_aten(*table: tuple[str, Cost]) -> dict[str, Cost]:
+    """Return the costs of operators by name, from texts that list those which cost the same."""
+    return {f"aten::{name}": cost for names, cost in table for name in names.split()}
+
+
+_ATTENTIONS = (
+    *("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"),
+    "fused_attention_overrideable",
+)
 MATMUL_COSTS: dict[str, Cost] = {
-    **dict.fromkeys(("aten::mm", "aten::bmm", "aten::mv", "aten::dot", "aten::vdot"), _mm),
-    **dict.fromkeys(("aten::_scaled_mm", "aten::_int_mm", "aten::_sparse_mm"), _mm),
-    **dict.fromkeys(("aten::_grouped_mm", "aten::_scaled_grouped_mm"), _grouped_mm),
-    **dict.fromkeys(("aten::addmm", "aten::baddbmm", "aten::addbmm", "aten::addmv", "aten::_addmm_activation"), _addmm),
-    "aten::_sparse_addmm": _addmm,
-    **dict.fromkeys(("aten::addmm_", "aten::baddbmm_", "aten::addbmm_", "aten::addmv_"), _addmm),
-    **dict.fromkeys(("aten::mkldnn_linear", "mkldnn::_linear_pointwise", "aten::_weight_int8pack_mm"), _linear),
-    **dict.fromkeys(("aten::convolution", "aten::_convolution", "aten::convolution_overrideable"), _convolution),
-    **dict.fromkeys(
-        (
-            "aten::_conv_depthwise2d",
-            "aten::_slow_conv2d_forward",
-            "aten::conv_depthwise3d",
-            "aten::cudnn_convolution",
-            "aten::cudnn_convolution_add_relu",
-            "aten::cudnn_convolution_relu",
-            "aten::miopen_convolution",
-            "aten::miopen_depthwise_convolution",
-            "aten::mkldnn_convolution",
-            "aten::slow_conv3d_forward",
-            "aten::slow_conv_dilated2d",
-            "aten::slow_conv_dilated3d",
-            "torchvision::deform_conv2d",
-        ),
-        _forward_convolution,
+    **_of_aten(
+        ("mm bmm mv dot vdot _scaled_mm _int_mm _sparse_mm", _mm),
+        ("_grouped_mm _scaled_grouped_mm", _grouped_mm),
+        ("addmm baddbmm addbmm addmv _addmm_activation _sparse_addmm addmm_ baddbmm_ addbmm_ addmv_", _addmm),
+        ("mkldnn_linear _weight_int8pack_mm", _linear),
+        ("convolution _convolution convolution_overrideable", _convolution),
+        ("_conv_depthwise2d conv_depthwise3d cudnn_convolution cudnn_convolution_add_relu", _forward_convolution),
+        ("cudnn_convolution_relu miopen_convolution miopen_depthwise_convolution", _forward_convolution),
+        ("mkldnn_convolution _slow_conv2d_forward slow_conv3d_forward", _forward_convolution),
+        ("slow_conv_dilated2d slow_conv_dilated3d", _forward_convolution),
+        ("cudnn_convolution_transpose miopen_convolution_transpose", _transposed_convolution),
+        ("slow_conv_transpose2d slow_conv_transpose3d", _transposed_convolution),
+        ("convolution_backward", _convolution_backward),
+        ("mkldnn_rnn_layer", _rnn_layer),
+        ("mkldnn_rnn_layer_backward", _twice(_rnn_layer)),
+        ("_cudnn_rnn miopen_rnn", _rnn),
+        ("_cudnn_rnn_backward miopen_rnn_backward", _twice(_rnn)),
+        ("_trilinear", _trilinear),
     ),
-    **dict.fromkeys(
-        (
-            "aten::cudnn_convolution_transpose",
-            "aten::miopen_convolution_transpose",
-            "aten::slow_conv_transpose2d",
-            "aten::slow_conv_transpose3d",
-        ),
-        _transposed_convolution,
-    ),
-    "aten::convolution_backward": _convolution_backward,
+    **{f"aten::_scaled_dot_product_{kind}": _attention for kind in _ATTENTIONS},
+    **{f"aten::_scaled_dot_product_{kind}_backward": _attention_backward for kind in _ATTENTIONS},
+    "mkldnn::_linear_pointwise": _linear,
+    "torchvision::deform_conv2d": _forward_convolution,
     "torchvision::_deform_conv2d_backward": lambda out, /, grad, *args: 2 * _forward_convolution(grad, *args),
-    **{
-        f"aten::_scaled_dot_product_{kind}": _attention
-        for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
-    },
-    **{
-        f"aten::_scaled_dot_product_{kind}_backward": _attention_backward
-        for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
-    },
-    "aten::_scaled_dot_product_fused_attention_overrideable": _attention,
-    "aten::_scaled_dot_product_fused_attention_overrideable_backward": _attention_backward,
-    "aten::mkldnn_rnn_layer": _rnn_layer,
-    "aten::mkldnn_rnn_layer_backward": _twice(_rnn_layer),
-    "aten::_cudnn_rnn": _rnn,
-    "aten::_cudnn_rnn_backward": _twice(_rnn),
-    "aten::miopen_rnn": _rnn,
-    "aten::miopen_rnn_backward": _twice(_rnn),
-    "aten::_trilinear": _trilinear,
     **{f"quantized::linear{kind}": _quantized_linear for kind in ("", "_relu", "_dynamic", "_relu_dynamic")},
     **{f"quantized::conv{d}d{kind}": _quantized_convolution for d in (1, 2, 3) for kind in ("", "_relu", "_dynamic")},
 }
@@ -244,38 +219,34 @@ def _fft(factor: float) -> Cost:
     return cost
 
 
-ESTIMATED_COSTS: dict[str, Cost] = {
-    f"aten::{name}": cost
-    for names, cost in (
-        ("native_dropout _fused_dropout bernoulli dropout prelu _prelu_kernel glu rrelu_with_noise logit", _writes(1)),
-        ("addcmul addcdiv lerp cumsum cumprod logcumsumexp celu elu gelu mish hardswish hardsigmoid", _writes(1)),
-        ("hardtanh leaky_relu log_sigmoid_forward softplus softshrink _foreach_add _foreach_mul", _writes(1)),
-        ("mean sum nansum prod amax amin aminmax max min argmax argmin all any norm linalg_vector_norm", _reads(1)),
-        ("nll_loss_forward nll_loss2d_forward mse_loss smooth_l1_loss huber_loss soft_margin_loss", _reads(1)),
-        ("binary_cross_entropy binary_cross_entropy_with_logits median mode kthvalue adaptive_max_pool2d", _reads(1)),
-        ("adaptive_max_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_avg_pool1d trace histc", _reads(1)),
-        ("var var_mean std std_mean logsumexp _weight_norm_interface", _reads(3)),
-        ("floor_divide", _writes(1)),
-        ("native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training", _writes(5)),
-        ("_native_batch_norm_legit_functional _batch_norm_with_update _batch_norm_no_update", _writes(5)),
-        ("_batch_norm_impl_index cudnn_batch_norm miopen_batch_norm batch_norm_elemt", _writes(5)),
-        ("native_layer_norm native_group_norm _fused_rms_norm rms_norm _softmax _log_softmax", _writes(5)),
-        ("_safe_softmax _masked_softmax", _writes(5)),
-        ("avg_pool1d max_pool1d max_pool1d_with_indices", _pooling(1)),
-        ("avg_pool2d max_pool2d max_pool2d_with_indices mkldnn_max_pool2d", _pooling(2)),
-        ("avg_pool3d max_pool3d max_pool3d_with_indices mkldnn_max_pool3d", _pooling(3)),
-        ("upsample_linear1d", _writes(3)),
-        ("upsample_bilinear2d _upsample_bilinear2d_aa grid_sampler_2d", _writes(7)),
-        ("upsample_trilinear3d grid_sampler_3d", _writes(15)),
-        ("upsample_bicubic2d _upsample_bicubic2d_aa", _writes(31)),
-        ("_thnn_fused_lstm_cell _thnn_fused_gru_cell", _fused_cell),
-        ("_cdist_forward _pdist_forward _euclidean_dist", _distances),
-        ("_fft_c2c", _fft(5.0)),
-        ("_fft_r2c _fft_c2r", _fft(2.5)),
-        ("_embedding_bag _embedding_bag_forward_only", _embedding_bag),
-    )
-    for name in names.split()
-}
+ESTIMATED_COSTS = _of_aten(
+    ("native_dropout _fused_dropout bernoulli dropout prelu _prelu_kernel glu rrelu_with_noise logit", _writes(1)),
+    ("addcmul addcdiv lerp cumsum cumprod logcumsumexp celu elu gelu mish hardswish hardsigmoid", _writes(1)),
+    ("hardtanh leaky_relu log_sigmoid_forward softplus softshrink _foreach_add _foreach_mul", _writes(1)),
+    ("mean sum nansum prod amax amin aminmax max min argmax argmin all any norm linalg_vector_norm", _reads(1)),
+    ("nll_loss_forward nll_loss2d_forward mse_loss smooth_l1_loss huber_loss soft_margin_loss", _reads(1)),
+    ("binary_cross_entropy binary_cross_entropy_with_logits median mode kthvalue adaptive_max_pool2d", _reads(1)),
+    ("adaptive_max_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_avg_pool1d trace histc", _reads(1)),
+    ("var var_mean std std_mean logsumexp _weight_norm_interface", _reads(3)),
+    ("floor_divide", _writes(1)),
+    ("native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training", _writes(5)),
+    ("_native_batch_norm_legit_functional _batch_norm_with_update _batch_norm_no_update", _writes(5)),
+    ("_batch_norm_impl_index cudnn_batch_norm miopen_batch_norm batch_norm_elemt", _writes(5)),
+    ("native_layer_norm native_group_norm _fused_rms_norm rms_norm _softmax _log_softmax", _writes(5)),
+    ("_safe_softmax _masked_softmax", _writes(5)),
+    ("avg_pool1d max_pool1d max_pool1d_with_indices", _pooling(1)),
+    ("avg_pool2d max_pool2d max_pool2d_with_indices mkldnn_max_pool2d", _pooling(2)),
+    ("avg_pool3d max_pool3d max_pool3d_with_indices mkldnn_max_pool3d", _pooling(3)),
+    ("upsample_linear1d", _writes(3)),
+    ("upsample_bilinear2d _upsample_bilinear2d_aa grid_sampler_2d", _writes(7)),
+    ("upsample_trilinear3d grid_sampler_3d", _writes(15)),
+    ("upsample_bicubic2d _upsample_bicubic2d_aa", _writes(31)),
+    ("_thnn_fused_lstm_cell _thnn_fused_gru_cell", _fused_cell),
+    ("_cdist_forward _pdist_forward _euclidean_dist", _distances),
+    ("_fft_c2c", _fft(5.0)),
+    ("_fft_r2c _fft_c2r", _fft(2.5)),
+    ("_embedding_bag _embedding_bag_forward_only", _embedding_bag),
+)
 
 _FREE_NAMES = """
     affine_grid_generator alias arange argwhere as_strided as_strided_copy _assert_async _assert_scalar block_diag

@@ -65,9 +65,7 @@ def find_rule(operator: Any, custom: Mapping[Any, Callable[..., float]]) -> Oper
         return OperatorRule("free")
     if torch.Tag.pointwise in operator.tags:
         return OperatorRule("other", operator_costs.elements_written)
-    if is_composite(operator):
-        return OperatorRule("composite")
-    return OperatorRule("unknown")
+    return OperatorRule("composite" if is_composite(operator) else "unknown")
 
 
 def _registered_rule(packet: Any) -> OperatorRule | None:

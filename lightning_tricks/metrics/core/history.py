@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -56,13 +56,13 @@ class EpochRecord:
         """The first part of the logged keys: the stage, with several loaders also the name or index of the loader."""
         return self.stage if self.loader is None else f"{self.stage}/{self.loader_name or self.loader}"
 
-    def items(self) -> Iterator[tuple[str, float]]:
-        """Return the logged keys and the numbers, which must have been read."""
-        return zip((f"{self.prefix}/{name}" for name in self.names), cast(list[float], self.values), strict=True)
+    def numbers(self) -> dict[str, float]:
+        """Return the numbers by name, which must have been read."""
+        return dict(zip(self.names, cast(list[float], self.values), strict=True))
 
     def of_classes(self, class_names: Sequence[str]) -> dict[str, dict[str, float]]:
         """Return the numbers of single classes, which must have been read: metric -> class -> number."""
-        numbers = dict(zip(self.names, cast(list[float], self.values), strict=True))
+        numbers = self.numbers()
         found: dict[str, dict[str, float]] = {}
         for name, (metric, part) in per_class_names(self.names, class_names).items():
             found.setdefault(metric, {})[part] = numbers[name]
@@ -120,7 +120,8 @@ class History:
         """Return the best value of each key in a fit, and the step at which it first occurred; NaN is never best."""
         best: dict[str, tuple[float, int]] = {}
         for record in self.records():
-            for key, value in record.items():
+            for name, value in record.numbers().items():
+                key = f"{record.prefix}/{name}"
                 if record.fit and key in modes and not math.isnan(value):
                     sign = 1 if modes[key] == "max" else -1
                     if key not in best or sign * value > sign * best[key][0]:
@@ -133,7 +134,7 @@ class History:
         return [
             {**{place: getattr(record, place) for place in places}, "metric": name, "value": value}
             for record in self.records()
-            for name, value in zip(record.names, cast(list[float], record.values), strict=True)
+            for name, value in record.numbers().items()
         ]
 
     def state_dict(self) -> list[dict[str, Any]]:
@@ -173,10 +174,7 @@ class History:
 
     def last_values(self) -> dict[str, dict[str, float]]:
         """Return the last values of each loader: its prefix -> name -> value."""
-        return {
-            record.prefix: dict(zip(record.names, cast(list[float], record.values), strict=True))
-            for record in self.records()
-        }
+        return {record.prefix: record.numbers() for record in self.records()}
 
     def table(self, best: Mapping[str, tuple[float, int]], class_names: Sequence[str] = ()) -> RenderGroup:
         """Return the last values as tables: metrics by stage, and, where there are classes, metrics by class.
@@ -189,7 +187,7 @@ class History:
         by_class: dict[str, dict[str, dict[str, float]]] = {}
         for record in self.records():
             parts = per_class_names(record.names, class_names)
-            for name, value in zip(record.names, cast(list[float], record.values), strict=True):
+            for name, value in record.numbers().items():
                 if name not in parts:
                     overall.setdefault(name, {})[record.prefix] = value
             if parts:

@@ -174,9 +174,8 @@ class ScoreHistogram(CountsGroup):
     def update(self, inputs: Mapping[str, Any]) -> None:
         """Count the scores of a batch."""
         preds, target = inputs["preds"], inputs["target"].long()
-        if not preds.is_floating_point() or preds.ndim != (1 if self.task.kind == "binary" else 2):
-            return
-        if not len(preds):
+        dimensions = 1 if self.task.kind == "binary" else 2
+        if not preds.is_floating_point() or preds.ndim != dimensions or not len(preds):
             return
         counted = counts.not_ignored(target, self.task.ignore_index)
         if self.task.kind == "multiclass":

@@ -153,11 +153,6 @@ def is_number(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim == 0
 
 
-def is_floating_number(value: Any) -> bool:
-    """Whether a value is a floating-point tensor without dimensions."""
-    return is_number(value) and bool(value.is_floating_point())
-
-
 def stack_numbers(values: Iterable[Tensor]) -> Tensor:
     """Return numbers as one tensor in double precision, on the device of the first; metrics may compute on the CPU."""
     numbers = list(map(to_double, values))
@@ -365,10 +360,9 @@ def update_arguments(metric: Metric) -> tuple[set[str], set[str]]:
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     required, accepted = {p.name for p in named if p.default is p.empty}, {p.name for p in named}
     if len(named) < len(parameters):
-        for child in metric.modules():
-            if isinstance(child, Metric) and child is not metric:
-                of_child = update_arguments(child)
-                required, accepted = required | of_child[0], accepted | of_child[1]
+        for child in metrics_in(metric)[1:]:
+            of_child = update_arguments(child)
+            required, accepted = required | of_child[0], accepted | of_child[1]
     return required, accepted
 
 

@@ -112,17 +112,14 @@ def _update_count(part: Metric) -> int:
 
 
 def merge_state(
-    parts: Sequence[Any],
-    reduction: Callable[[Tensor], Tensor] | None,
-    stacked: Sequence[bool] = (),
-    samples: Sequence[int] = (),
+    parts: Sequence[Any], reduction: Callable[[Tensor], Tensor] | None, stacked: Sequence[bool], samples: Sequence[int]
 ) -> Any:
     """Merge one state of a metric over ranks or over the parts of an epoch, as its `dist_reduce_fx` says.
 
     Args:
         parts: The state's values, each a tensor or a list of tensors, of those that have seen data.
         reduction: What torchmetrics made of `dist_reduce_fx`.
-        stacked: Which of them are already such stacks as a `dist_reduce_fx` of None makes; empty for none.
+        stacked: Which of them are already such stacks as a `dist_reduce_fx` of None makes.
         samples: How many samples each part has, where ranks may have taken turns; empty if they have not.
 
     Returns:
@@ -137,8 +134,8 @@ def merge_state(
         rows = [[part.reshape(-1) if part.ndim == 0 else part] for part in parts]
         return torch.cat(joined_rows(rows, samples))
     if reduction is None:
-        places = [number for number, is_stacked in enumerate(stacked) if is_stacked]
-        return torch.cat([part if number in places else part[None] for number, part in enumerate(parts)])
+        pairs = zip(parts, stacked, strict=True)
+        return torch.cat([part if is_stacked else part[None] for part, is_stacked in pairs])
     whole = torch.stack(list(parts))
     if name == "dim_zero_mean":  # of whole numbers as well, such as a `data_range`
         return to_double(whole).mean(0).to(whole.dtype)

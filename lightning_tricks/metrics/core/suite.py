@@ -104,7 +104,10 @@ class MetricSuite:
             ValueError: If the metrics would misread the first batch.
         """
         if not self._has_begun:
-            self._begin(inputs)
+            if not self.checked:
+                self.check(**inputs)
+            self._to(next((value.device for value in inputs.values() if isinstance(value, Tensor)), None))
+            self._has_begun = True
         if self._splits:
             inputs = split_soft_target(inputs)
         self.updates += 1
@@ -114,12 +117,6 @@ class MetricSuite:
                     group.update({name: clone_tensors(inputs[name]) for name in group.accepted_inputs & inputs.keys()})
         if self._buffered:
             self._buffer.add(inputs)
-
-    def _begin(self, inputs: Mapping[str, Any]) -> None:
-        if not self.checked:
-            self.check(**inputs)
-        self._to(next((value.device for value in inputs.values() if isinstance(value, Tensor)), None))
-        self._has_begun = True
 
     def _update_buffered(self, batch: Mapping[str, Any]) -> None:
         with outside_inference_mode():
@@ -135,10 +132,7 @@ class MetricSuite:
     def num_invalid(self) -> Tensor | int:
         """Return how many predictions or targets were invalid: NaN, not probabilities, or classes out of range."""
         self._buffer.flush()
-        count = self._num_invalid
-        for group in self._groups:
-            count = count + group.num_invalid()
-        return count
+        return sum((group.num_invalid() for group in self._groups), start=self._num_invalid)
 
     @property
     def ordered_keys(self) -> list[str]:
@@ -171,7 +165,7 @@ class MetricSuite:
             metric_table.refuse_name_conflict(name for name, _ in values)
             return {
                 name: value + nan_or_zero.to(value.device, value.dtype)
-                if metric_table.is_floating_number(value)
+                if metric_table.is_number(value) and value.is_floating_point()
                 else value
                 for name, value in values
             }
@@ -234,19 +228,16 @@ class MetricSuite:
             ValueError: If they belong to other metrics.
         """
         self._buffer.clear()
-        self._num_invalid = 0
         seen = [state for state in states if state["updates"]]
         samples = [count for count, state in zip(samples, states, strict=False) if state["updates"]]
         if any(len(state["groups"]) != len(self._groups) for state in seen):
             raise ValueError("The state belongs to other metrics: use the metrics that it was saved with.")
-        if device is not None:
-            self._to(device)
+        self._to(device)
         with outside_inference_mode():
             seen = [clone_tensors(state, device) for state in seen]
             for position, group in enumerate(self._groups):
                 group.load([state["groups"][position] for state in seen], samples)
-        for state in seen:
-            self._num_invalid = self._num_invalid + state["misfits"]
+        self._num_invalid = sum(state["misfits"] for state in seen)
         self.updates = sum(state["updates"] for state in seen)
         for state in seen:
             if state.get("waiting"):

@@ -101,7 +101,8 @@ def differing_settings(first: RunRecord, second: RunRecord) -> list[tuple[str, s
     if diffs[0] != diffs[1]:
         files = [dict(part.partition("\n")[::2] for part in f"\n{diff}".split("\ndiff --git ")[1:]) for diff in diffs]
         names = [name for name in {**files[0], **files[1]} if files[0].get(name) != files[1].get(name)]
-        left, right = (", ".join(_file_name(name) for name in names if name in file)[:300] or "none" for file in files)
+        shown = {name: name[len(name) // 2 + 3 :] for name in names}  # "a/NAME b/NAME" -> "NAME"
+        left, right = (", ".join(shown[name] for name in names if name in file)[:300] or "none" for file in files)
         differing.append(("uncommitted changes, which differ in", left, right))
     return differing
 
@@ -115,11 +116,6 @@ def _have_same_order(*names: Sequence[str]) -> bool:
 def _prefixes(name: str) -> list[str]:
     """Return what a setting belongs to, the outermost first: "layer a" and "layer a.0" of "layer a.0.bias"."""
     return [name[:place] for place, letter in enumerate(name[:_LONGEST_NAME]) if letter == "."]
-
-
-def _file_name(header: str) -> str:
-    """Return the name of a file from "a/NAME b/NAME"."""
-    return header[len(header) // 2 + 3 :]
 
 
 def _differences(runs: Runs, names: Sequence[str]) -> tuple[list[tuple[str, str, str]], list[str]]:

@@ -119,7 +119,6 @@ def ends_of(record: RunRecord) -> RunRecord:
         known = [point for point in points if math.isfinite(point.value)] or points
         extremes = (choose(known, key=lambda point: point.value) for choose in (min, max))
         kept = {point.step: point for point in (*extremes, points[-1])}
-        kept[points[-1].step] = points[-1]
         rows += [Row("epoch", point.step, point.epoch, {key: point.value}) for _, point in sorted(kept.items())]
     record.rows = rows
     return record

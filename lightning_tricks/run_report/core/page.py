@@ -174,13 +174,12 @@ def _gradient_figures(record: RunRecord) -> list[Figure]:
         marks = [(point.step, f"not finite at step {point.step:,}") for point in skips[:200]]
         picture = line_chart(lines, y_label="norm", rule=rule, marks=marks, may_be_log=True)
         title = f"gradient norm of optimizer {number}" if number else "gradient norm"
-        figures.append(Figure(title, picture, lines, _clip_note(record, part) if part is not None else ""))
+        note = ""
+        if part is not None:
+            skipped = f", {part.skipped:,} skipped" if part.skipped else ""
+            note = f"{part.clipped:,} of {record.describe_steps(part)} clipped{skipped}."
+        figures.append(Figure(title, picture, lines, note))
     return figures
-
-
-def _clip_note(record: RunRecord, part: report_parts.ClippedSteps) -> str:
-    words = f"{part.clipped:,} of {record.describe_steps(part)} clipped"
-    return words + (f", {part.skipped:,} skipped." if part.skipped else ".")
 
 
 def _classes(record: RunRecord) -> list[tuple[str, list[Figure], list[Figure]]]:

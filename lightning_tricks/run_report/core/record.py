@@ -431,9 +431,7 @@ def from_plain(kind: type[Made], content: dict[str, Any]) -> Made:
     return kind(**{name: _checked(hints[name], value, name) for name, value in content.items()})
 
 
-@cache
-def _hints(kind: type[Any]) -> dict[str, Any]:
-    return get_type_hints(kind)
+_hints = cache(get_type_hints)
 
 
 def _checked(hint: Any, value: Any, name: str) -> Any:

@@ -12,7 +12,6 @@ from lightning_tricks.run_report.core.record import RunReportError
 
 if TYPE_CHECKING:
     from jinja2 import Environment
-    from markupsafe import Markup
 
 _PAGE_MARK = "lightning_tricks.run_report"  # stands in the head of each page
 
@@ -51,6 +50,7 @@ def _environment() -> Environment:
     """
     from jinja2 import PackageLoader, StrictUndefined
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from markupsafe import Markup
 
     environment = ImmutableSandboxedEnvironment(
         loader=PackageLoader("lightning_tricks.run_report"),
@@ -60,7 +60,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "breakable": _breakable,
+        "breakable": lambda name: Markup("_<wbr>").join(name.split("_")),  # after each underscore, in a narrow column
         "names": list_names,
         "plural": counted,
         "seconds": format_seconds,
@@ -68,10 +68,3 @@ def _environment() -> Environment:
         "time": format_time,
     }
     return environment
-
-
-def _breakable(name: str) -> Markup:
-    """Return a name that a narrow column may break after each underscore."""
-    from markupsafe import Markup
-
-    return Markup("_<wbr>").join(name.split("_"))

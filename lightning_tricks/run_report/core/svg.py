@@ -56,7 +56,14 @@ class Scale:
 
     def ticks(self, most: int) -> list[float]:
         """Return at most about `most` round numbers on the scale."""
-        return _log_ticks(self.low, self.high, most) if self.is_log else _linear_ticks(self.low, self.high, most)
+        if self.is_log:
+            first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
+            return [10.0**power for power in range(first, last + 1, max(1, math.ceil((last - first + 1) / most)))]
+        length = self.high - self.low
+        step = 10.0 ** math.floor(math.log10(length / most))
+        step *= next((factor for factor in (1, 2, 5) if length / (step * factor) <= most), 10)
+        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+        return [place * step for place in range(first, last + 1)]
 
 
 def make_scale(values: Iterable[float], start: float, end: float, *, may_be_log: bool = False) -> Scale:
@@ -80,19 +87,6 @@ def make_scale(values: Iterable[float], start: float, end: float, *, may_be_log:
         low, high, margin = low / 4, high / 4, 0.0
     bottom = 0.0 if 0 <= low <= 0.3 * (high - low) else low - margin  # a scale from zero is easier to read
     return Scale(bottom, high + margin, start, end)
-
-
-def _linear_ticks(low: float, high: float, most: int) -> list[float]:
-    step = 10.0 ** math.floor(math.log10((high - low) / most))
-    step *= next((factor for factor in (1, 2, 5) if (high - low) / (step * factor) <= most), 10)
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [place * step for place in range(first, last + 1)]
-
-
-def _log_ticks(low: float, high: float, most: int) -> list[float]:
-    first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
-    every = max(1, math.ceil((last - first + 1) / most))
-    return [10.0**power for power in range(first, last + 1, every)]
 
 
 @dataclass(frozen=True)
