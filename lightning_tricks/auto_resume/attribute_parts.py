@@ -275,9 +275,9 @@ def _lightning_attributes(owner: object) -> Collection[str]:
         return (*vars(owner), "state_dict")  # met in what a module keeps, such as the arguments of its Trainer
     if issubclass(kind, LightningModule):
         callbacks = {name for name, value in vars(owner).items() if are_callbacks(value)}
-        return _default_attributes(LightningModule) | {"forward"} | callbacks  # DDP binds `forward` for each step
+        return default_attributes(LightningModule) | {"forward"} | callbacks  # DDP binds `forward` for each step
     if issubclass(kind, LightningDataModule):
-        return _default_attributes(LightningDataModule) | {"state_dict"}
+        return default_attributes(LightningDataModule) | {"state_dict"}
     if issubclass(kind, ModelPruning):
         return ("log", "log_dict", "state_dict", PRUNING_TICKETS)
     if any((base.__module__, base.__name__) == _SAVES_CONFIG for base in kind.__mro__):
@@ -301,7 +301,8 @@ def are_callbacks(value: object) -> bool:
 
 
 @cache
-def _default_attributes(kind: type) -> frozenset[str]:
+def default_attributes(kind: type) -> frozenset[str]:
+    """Return the names of the attributes that each object of a class has from its construction on."""
     return frozenset(vars(kind()))
 
 

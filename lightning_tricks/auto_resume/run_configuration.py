@@ -27,7 +27,7 @@ from lightning_tricks._lightning_compat.loaders import given_train_loaders
 from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_of
 from lightning_tricks._shared.patterns import as_patterns, strip_compile_prefix
 from lightning_tricks._shared.text import describe_error, list_names
-from lightning_tricks.auto_resume.attribute_parts import are_callbacks
+from lightning_tricks.auto_resume.attribute_parts import are_callbacks, default_attributes
 from lightning_tricks.auto_resume.core.attributes.model_structure import param_group_names
 from lightning_tricks.auto_resume.core.configuration import (
     ABSENT,
@@ -58,8 +58,6 @@ from lightning_tricks.auto_resume.trainer_parts import SHAPING_SETTINGS
 _LIMITS = {"max_epochs": "epochs", "max_steps": "steps"}  # a run that is given more of them is extended
 # The training loaders as they are given to `fit`, and as the Trainer uses them
 _GIVEN, _USED = "train_dataloaders", "train_dataloader"
-# Attributes of each LightningModule, which hold what is compared by another name
-_HELD_ELSEWHERE = frozenset({"_hparams", "_hparams_initial", "_automatic_optimization"})
 _MOST_LINES = 20
 _OBSERVERS = (
     *("BasePredictionWriter", "BatchSizeFinder", "Checkpoint", "DeviceStatsMonitor", "LearningRateFinder"),
@@ -116,7 +114,7 @@ class RunConfiguration(Part):
         describer = Describer(found, owners)
         found.records = dict(self._records())
         describe_layers(found, describer, module, (Metric, MetricCollection))
-        describer.add(ROOT, module, {*module.hparams, *_HELD_ELSEWHERE})
+        describer.add(ROOT, module, {*module.hparams, *default_attributes(LightningModule)})
         for name, value in [*found.values.items()]:  # a config may be an attribute and hyper-parameters
             path = name.removeprefix(f"{ROOT}.")
             if any(found.records.get(f"hparams.{one}", ABSENT) == value for one in (path, path.partition(".")[2])):
