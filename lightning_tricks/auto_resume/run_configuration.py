@@ -23,6 +23,7 @@ from lightning_tricks._lightning_compat.flavor import (
     import_lightning,
     rank_zero_info,
 )
+from lightning_tricks._lightning_compat.hyperparameters import SAVED_IN
 from lightning_tricks._lightning_compat.loaders import given_train_loaders
 from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_of
 from lightning_tricks._shared.patterns import as_patterns, strip_compile_prefix
@@ -114,7 +115,7 @@ class RunConfiguration(Part):
         describer = Describer(found, owners)
         found.records = dict(self._records())
         describe_layers(found, describer, module, (Metric, MetricCollection))
-        describer.add(ROOT, module, {*module.hparams, *default_attributes(LightningModule)})
+        describer.add(ROOT, module, {*module.hparams, *SAVED_IN, *default_attributes(LightningModule)})
         for name, value in [*found.values.items()]:  # a config may be an attribute and hyper-parameters
             path = name.removeprefix(f"{ROOT}.")
             if any(found.records.get(f"hparams.{one}", ABSENT) == value for one in (path, path.partition(".")[2])):

@@ -109,7 +109,8 @@ def attributes_beside(value: Any) -> list[tuple[str, Any]]:
     kind = type(value)
     if is_subclass(kind, Tensor):
         own = attribute_dict(value) or {}  # without slots, in which a DTensor keeps its data
-        return [(name, part) for name, part in attributes(value) if name in own]
+        # torch.compile marks the parameters that it compiles (`_dynamo_static_input_type`)
+        return [(name, part) for name, part in attributes(value) if name in own and not name.startswith("_dynamo_")]
     return attributes(value) if is_mutable(kind) and not is_subclass(kind, SynchronizedBase) else []
 
 
