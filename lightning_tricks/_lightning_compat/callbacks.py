@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_tricks._lightning_compat.flavor import LIGHTNING, LRSchedulerConfig, import_lightning
+from lightning_tricks._lightning_compat.flavor import LIGHTNING, import_lightning
 from lightning_tricks._lightning_compat.guards import needs_private, set_private
 from lightning_tricks._lightning_compat.trainer import callbacks_of
 
@@ -61,7 +61,7 @@ def restore_swa_scheduler(trainer: Trainer, swa: StochasticWeightAveraging) -> N
         for group, values in zip(optimizer.param_groups, before, strict=True):
             group.update(values)  # a new scheduler sets the learning rate
         # `on_fit_start` emptied this list, as the state of a SWALR does not fit the user's scheduler (#11665).
-        trainer.lr_scheduler_configs.append(LRSchedulerConfig(scheduler))
+        trainer.lr_scheduler_configs.append(import_lightning("pytorch.utilities.types").LRSchedulerConfig(scheduler))
 
 
 @needs_private("AutoResume")
