@@ -27,15 +27,23 @@ from lightning_tricks._lightning_compat.flavor import (
     StochasticWeightAveraging,
     Timer,
     Trainer,
+    rank_zero_info,
 )
 from lightning_tricks._lightning_compat.hyperparameters import SAVED_IN
 from lightning_tricks._lightning_compat.results import named_callbacks
 from lightning_tricks._lightning_compat.trainer import datamodule_of
-from lightning_tricks.auto_resume.core.attributes.attribute_access import is_subclass, set_attribute
+from lightning_tricks._shared.text import list_names
+from lightning_tricks.auto_resume.core.attributes.attribute_access import attributes, is_subclass, set_attribute
 from lightning_tricks.auto_resume.core.attributes.digests import ValueDigest
-from lightning_tricks.auto_resume.core.attributes.encoding import differing_paths, is_clock_reading
+from lightning_tricks.auto_resume.core.attributes.encoding import (
+    SkippedNames,
+    differing_paths,
+    is_clock_reading,
+    is_held_object,
+    nothing_skipped,
+)
 from lightning_tricks.auto_resume.core.attributes.model_structure import names_in_state_of
-from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk, SkippedNames, nothing_skipped
+from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
 from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker, summarized
 from lightning_tricks.auto_resume.core.attributes.value_kinds import container_kind, is_generator, kind_of
@@ -54,6 +62,7 @@ _EXCLUDED_CALLBACKS = (
     TrickCallback,
 )
 
+_MAX_LISTED = 10  # names in a sentence
 _MAX_DEPTH, _MAX_ENTRIES = 3, 1_000  # of a container that may hold what random numbers made
 
 # By name: its module takes long to import, and is there if the callback is
@@ -73,36 +82,50 @@ class AttributeOwners:
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self.trainer, self.module, self.has_optimizers = trainer, module, False
-        self._restored_by_others: set[int] = set()  # ids of objects that Lightning saves, gathered for each walk
 
     def module_and_callbacks(self) -> dict[str, object]:
         """Return the module, the datamodule and the callbacks whose attributes are saved, by name."""
-        trainer, datamodule = self.trainer, datamodule_of(self.trainer)
-        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        combined = [one for one in trainer.optimizers if isinstance(one, CombinedOptimizer)]
-        parts = [part for one in combined for part in one.parts.values()]  # which share its state
-        self._restored_by_others = set(map(id, (*trainer.optimizers, *parts, *schedulers, *averaged_models(trainer))))
+        datamodule = datamodule_of(self.trainer)
         callbacks = {
             name: callback
-            for name, callback in named_callbacks(trainer).items()
+            for name, callback in named_callbacks(self.trainer).items()
             if not isinstance(callback, _EXCLUDED_CALLBACKS)
         }
         return {"module": self.module, **({} if datamodule is None else {"datamodule": datamodule}), **callbacks}
 
     def roots(self) -> dict[str, object]:
         """Return these, and what optimizers hold beside their state dicts, from the fit's start on."""
-        optimizers = self.trainer.optimizers if self.has_optimizers else []
-        named = {f"optimizers.{number}": optimizer for number, optimizer in enumerate(optimizers)}
-        return {**self.module_and_callbacks(), **named}
+        return {**self.module_and_callbacks(), **(_numbered("optimizers", self._optimizers()))}
+
+    def known(self) -> dict[str, object]:
+        """Return what the Trainer holds and others restore, by name: attributes may refer to it."""
+        trainer, optimizers = self.trainer, self._optimizers()
+        combined = [part for one in optimizers if isinstance(one, CombinedOptimizer) for part in one.parts.values()]
+        return {
+            "trainer": trainer,
+            "strategy": trainer.strategy,
+            **named_callbacks(trainer),
+            **_numbered("optimizers", optimizers),
+            **_numbered("parts", combined),  # which share its state
+            **_numbered("schedulers", [config.scheduler for config in trainer.lr_scheduler_configs]),
+            **_numbered("averaged", averaged_models(trainer)),
+            **_numbered("loggers", trainer.loggers),
+        }
+
+    def _optimizers(self) -> Sequence[Optimizer]:
+        return self.trainer.optimizers if self.has_optimizers else []
 
     def skipped_names(self, owner: object) -> Collection[str]:
         """Return the names of the attributes that others restore; "state_dict" if they restore the object itself."""
-        is_restored = id(owner) in self._restored_by_others
-        return (*_lightning_attributes(owner), *(("state_dict",) if is_restored else ()))
+        return _lightning_attributes(owner)
 
     def walk(self) -> ObjectWalk:
         """Return a walk over the module, the datamodule and the callbacks."""
         return ObjectWalk.from_roots(self.module_and_callbacks(), self.skipped_names)
+
+
+def _numbered(name: str, objects: Sequence[object]) -> dict[str, object]:
+    return {f"{name}.{number}": one for number, one in enumerate(objects)}
 
 
 class Attributes(Part):
@@ -124,9 +147,11 @@ class Attributes(Part):
             owners.roots,
             skipped=owners.skipped_names,
             saves_unchanged=is_generator,  # as they may have no seed
+            known=owners.known,
         )
         self._drawn = self._unseeded_values()  # what changes later is saved or named
         self.failed: list[str] = []
+        self._said = set[str]()
 
     def note(self, phase: Phase) -> None:
         """Note what optimizers hold as soon as there are some, and what the hooks of an epoch's start changed."""
@@ -145,7 +170,9 @@ class Attributes(Part):
 
     def capture(self, walk: ObjectWalk) -> dict[str, Any]:
         """Return the changes, and digests of what random numbers may have made."""
-        return {"attributes": self.changes(), "drawable": {**self._drawn, **_unseeded_buffers(walk)}}
+        changes = self.changes()
+        say_unwatched(changes["unwatched"], self._said)
+        return {"attributes": changes, "drawable": {**self._drawn, **_unseeded_buffers(walk)}}
 
     def unsaved(self, captured: Mapping[str, Any]) -> list[str]:
         """Return the attributes that changed and are not data."""
@@ -168,7 +195,7 @@ class Attributes(Part):
         """Restore what `changes` returned."""
         self._tracker.note(changes)
         owners = self._owners.roots()
-        failed = restore_changes(owners, changes, skipped=self._owners.skipped_names)
+        failed = restore_changes(owners, changes, skipped=self._owners.skipped_names, known=self._owners.known())
         removed_callbacks = {
             path for path in failed if path.startswith("callbacks.") and path not in owners and path.count(".") == 1
         }
@@ -234,7 +261,7 @@ class DatasetHolders(Part):
         slots = self._owners.walk().slots
         for dataset, known in zip(self._datasets(), saved.rank.get("data_held_by", ()), strict=False):
             others = [slot for path, slot in slots.items() if slot.value is dataset and path not in known]
-            replacement = copy.copy(dataset) if others else dataset
+            replacement = copy.deepcopy(dataset) if others else dataset
             for slot in others:
                 set_attribute(slot.owner, slot.name, replacement)
 
@@ -248,14 +275,23 @@ def _lightning_attributes(owner: object) -> Collection[str]:
         return (*vars(owner), "state_dict")  # met in what a module keeps, such as the arguments of its Trainer
     if issubclass(kind, LightningModule):
         callbacks = {name for name, value in vars(owner).items() if are_callbacks(value)}
-        return _default_attributes(LightningModule) | {"forward"} | callbacks  # DDP binds `forward` for each step
+        return default_attributes(LightningModule) | {"forward"} | callbacks  # DDP binds `forward` for each step
     if issubclass(kind, LightningDataModule):
-        return _default_attributes(LightningDataModule) | {"state_dict"}
+        return default_attributes(LightningDataModule) | {"state_dict"}
     if issubclass(kind, ModelPruning):
         return ("log", "log_dict", "state_dict", PRUNING_TICKETS)
     if any((base.__module__, base.__name__) == _SAVES_CONFIG for base in kind.__mro__):
         return ("log", "log_dict", "state_dict", "parser", "config")  # of the process: some 50,000 objects
     return ("log", "log_dict", "state_dict") if issubclass(kind, Callback) else ()
+
+
+def say_unwatched(unwatched: Mapping[str, str], said: set[str]) -> None:
+    """Name once what no one sees a change of, and note it."""
+    new = {path: kind for path, kind in summarized(unwatched).items() if path not in said}
+    said.update(new)
+    if new:
+        listed = list_names([f"{path} ({kind})" for path, kind in new.items()], _MAX_LISTED)
+        rank_zero_info(f"AutoResume: not saved and not watched, as pickle cannot write them: {listed}.")
 
 
 def are_callbacks(value: object) -> bool:
@@ -265,7 +301,8 @@ def are_callbacks(value: object) -> bool:
 
 
 @cache
-def _default_attributes(kind: type) -> frozenset[str]:
+def default_attributes(kind: type) -> frozenset[str]:
+    """Return the names of the attributes that each object of a class has from its construction on."""
     return frozenset(vars(kind()))
 
 
@@ -291,8 +328,21 @@ def unseeded_values(roots: Mapping[str, Any], *, skipped: SkippedNames = nothing
         (dict_keys(['sampler.offset']), False)
     """
     walk = ObjectWalk.from_roots(roots, skipped)
-    found = {path: slot.value for path, slot in walk.slots.items() if not slot.target and _may_be_drawn(slot.value)}
-    return {path: _digest(value) for path, value in found.items()} | _unseeded_buffers(walk)
+    found = {
+        path: value for slot_path, slot in walk.slots.items() for path, value in _within(slot.value, slot_path, walk)
+    }
+    return {path: _digest(value) for path, value in found.items() if _may_be_drawn(value)} | _unseeded_buffers(walk)
+
+
+def _within(value: Any, path: str, walk: ObjectWalk, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield a value, or the attributes of an object in its place."""
+    if not is_held_object(type(value)):
+        yield path, value
+    elif depth < _MAX_DEPTH and id(value) not in walk.references:
+        left_out = walk.skipped(value)
+        for name, part in attributes(value):
+            if name not in left_out:
+                yield from _within(part, f"{path}.{name}", walk, depth + 1)
 
 
 def _unseeded_buffers(walk: ObjectWalk) -> dict[str, int]:

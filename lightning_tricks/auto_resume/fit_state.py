@@ -30,7 +30,7 @@ from lightning_tricks._shared.tensors import gather_objects, is_sharded
 from lightning_tricks._shared.text import list_names
 from lightning_tricks._torch_compat.tensors import tensor_version
 from lightning_tricks.auto_resume.attribute_parts import AttributeOwners, Attributes, DatasetHolders
-from lightning_tricks.auto_resume.core.attributes.attribute_access import patched, type_name
+from lightning_tricks.auto_resume.core.attributes.attribute_access import patched
 from lightning_tricks.auto_resume.core.attributes.encoding import differing_paths
 from lightning_tricks.auto_resume.core.attributes.model_structure import restore_param_groups
 from lightning_tricks.auto_resume.core.checkpoint_folder import CHECKPOINT_KEY
@@ -285,22 +285,9 @@ class FitState:
                 callback.resumed(self._trainer, not_restored)
 
     def _came_again(self, saved: SavedState, path: str) -> bool:
-        """Whether an object that could not be restored was created again, with the attributes that it had."""
-        before = saved.rank["attributes"]
-        encoded = before["values"].get(path, {}).get("value")
-        kind = encoded.get("type") if isinstance(encoded, dict) else before["lost"].get(path)
-        present = self._owners.walk().owners.get(path)
-        if present is None or type_name(type(present)) != kind:
-            return False
-        now = self.attributes.changes()["values"]
-        # The class alone says little: its attributes have to be there, with the values of the stopped run.
-        inside = [name for name in (*before["values"], *before["lost"]) if name.startswith(f"{path}.")]
-        return all(
-            name in now
-            and name in before["values"]
-            and not any(True for _ in differing_paths(before["values"][name]["value"], now[name]["value"]))
-            for name in inside
-        )
+        """Whether what could not be restored was created again as it was."""
+        before, now = saved.rank["attributes"]["values"].get(path), self.attributes.changes()["values"].get(path)
+        return bool(before and now) and not any(True for _ in differing_paths(before["value"], now["value"]))
 
 
 def _as_sentences(names: Sequence[str], drawn: Sequence[str], of_data: Sequence[str]) -> list[str]:

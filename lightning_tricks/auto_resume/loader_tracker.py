@@ -24,6 +24,7 @@ from lightning_tricks._lightning_compat.loaders import (
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.text import list_names
 from lightning_tricks._torch_compat.loaders import num_yielded, persistent_iterator
+from lightning_tricks.auto_resume.attribute_parts import say_unwatched
 from lightning_tricks.auto_resume.core.data.loader_objects import ObjectBaselines, has_persistent_workers
 from lightning_tricks.auto_resume.core.data.tracked_loader import (
     MOVED_KEY,
@@ -207,6 +208,7 @@ class LoaderTracker(Part):
 
     def _warn_unsaved(self, loader: TrackedDataLoader) -> None:
         """Name what a resumed run will lack of a loader, each thing once."""
+        say_unwatched(loader.objects.unwatched, self._warnings)
         if new := loader.objects.new_unsaved():
             listed = list_names([f"{path} ({kind})" for path, kind in new.items()], _MAX_LISTED)
             rank_zero_warn(
@@ -228,11 +230,13 @@ class LoaderTracker(Part):
             rank_zero_warn(f"AutoResume: {sentence}")
 
     def _compare_fingerprints(self, loader: TrackedDataLoader, state: Mapping[str, Any]) -> None:
-        """Report where the data differ from those of the stopped run."""
+        """Report numbers in the data that differ from those of the stopped run, and note what else does."""
         before, now = state.get("fingerprint", {}), loader.objects.fingerprint
-        others = sorted(path for path in before.keys() | now.keys() if before.get(path) != now.get(path))
-        if before and others:
-            differ = f"{list_names(others, 1)} attributes differ" if others[1:] else f"{others[0]} differs"
+        known = [path for path in now if isinstance(before.get(path), list)]  # another release had one digest
+        numbers = sorted(path for path in known if before[path][0] != now[path][0])
+        loader.other_attributes = sorted(path for path in known if before[path][1] != now[path][1])
+        if numbers:
+            differ = f"{list_names(numbers, _MAX_LISTED)} differ{'' if numbers[1:] else 's'}"
             loader.report_difference(
                 f"has other data than in the stopped run: {differ}. Create the data as before: split them with a "
                 "generator=torch.Generator().manual_seed(...), and call seed_everything before you create them"

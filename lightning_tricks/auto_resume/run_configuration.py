@@ -8,8 +8,8 @@ import re
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from torchmetrics import Metric, MetricCollection
 
@@ -23,26 +23,33 @@ from lightning_tricks._lightning_compat.flavor import (
     import_lightning,
     rank_zero_info,
 )
+from lightning_tricks._lightning_compat.hyperparameters import SAVED_IN
 from lightning_tricks._lightning_compat.loaders import given_train_loaders
 from lightning_tricks._lightning_compat.trainer import callbacks_of, datamodule_of
 from lightning_tricks._shared.patterns import as_patterns, strip_compile_prefix
 from lightning_tricks._shared.text import describe_error, list_names
-from lightning_tricks.auto_resume.attribute_parts import are_callbacks
+from lightning_tricks.auto_resume.attribute_parts import are_callbacks, default_attributes
 from lightning_tricks.auto_resume.core.attributes.model_structure import param_group_names
 from lightning_tricks.auto_resume.core.configuration import (
+    ABSENT,
     BUFFER,
+    IN_USE,
     ROOT,
     Change,
     Configuration,
+    Describer,
+    Rule,
+    arguments_of,
     changes_between,
-    describe,
     describe_layers,
     describe_loaders,
     describe_optimizers,
-    described_arguments,
     flatten,
+    is_comparable,
     is_longer,
+    is_place,
     numbered,
+    own_files,
     plain,
 )
 from lightning_tricks.auto_resume.core.optimizer_changes import ChangedOptimizers
@@ -51,7 +58,7 @@ from lightning_tricks.auto_resume.trainer_parts import SHAPING_SETTINGS
 
 _LIMITS = {"max_epochs": "epochs", "max_steps": "steps"}  # a run that is given more of them is extended
 # The training loaders as they are given to `fit`, and as the Trainer uses them
-_GIVEN, _IN_USE = "train_dataloaders", "train_dataloader"
+_GIVEN, _USED = "train_dataloaders", "train_dataloader"
 _MOST_LINES = 20
 _OBSERVERS = (
     *("BasePredictionWriter", "BatchSizeFinder", "Checkpoint", "DeviceStatsMonitor", "LearningRateFinder"),
@@ -63,6 +70,9 @@ _SENTENCES = {
     "ranks": "schedules and loaders continue as in a run with this number of ranks",
     "ignored": "these changes take effect, as ignore lists them",
 }
+
+
+_begun: WeakSet[LightningModule] = WeakSet()  # those that were trained in this process
 
 
 class RunConfiguration(Part):
@@ -96,23 +106,33 @@ class RunConfiguration(Part):
         self._has_loaders = self._has_optimizers = False
         self._ignored = as_patterns("ignore", settings.ignore)
         self._parameters = {name for name, _ in module.named_parameters()}
+        self._was_trained = module in _begun  # as where a cell of a notebook is run again
         self._now = self._describe()  # and what becomes known later
 
     def _describe(self) -> Configuration:
         """Return what there is before the fit."""
-        found = describe_layers(self.module, (Metric, MetricCollection), set(self.module.hparams))
+        found, module, owners = Configuration(files=own_files()), self.module, self._known()
+        describer = Describer(found, owners)
         found.records = dict(self._records())
+        describe_layers(found, describer, module, (Metric, MetricCollection))
+        describer.add(ROOT, module, {*module.hparams, *SAVED_IN, *default_attributes(LightningModule)})
+        for name, value in [*found.values.items()]:  # a config may be an attribute and hyper-parameters
+            path = name.removeprefix(f"{ROOT}.")
+            if any(found.records.get(f"hparams.{one}", ABSENT) == value for one in (path, path.partition(".")[2])):
+                del found.values[name]
         seed, limits = os.environ.get("PL_GLOBAL_SEED", ""), loop_limits(self.trainer)
         settings = {name: getattr(self.trainer, name) for name in (*SHAPING_SETTINGS, "precision")}
         settings |= {name: limits[name] for name in ("min_epochs", "max_epochs", "min_steps", "max_steps")}
         found.values |= {f"Trainer.{name}": plain(value) for name, value in settings.items()}
         found.values["seed"] = int(seed) if seed.isdecimal() else None
-        found.values[f"{ROOT}.automatic_optimization"] = self.module.automatic_optimization
-        if (datamodule := datamodule_of(self.trainer)) is not None:
-            found.add_code("datamodule", type(datamodule))
+        found.values[f"{ROOT}.automatic_optimization"] = module.automatic_optimization
         for label, callback in self._callbacks().items():
-            _add_callback(found, label, callback)
+            _add_callback(found, describer, label, callback)
         return found
+
+    def _known(self) -> list[object]:
+        """Return what is described by itself, and not where something refers to it."""
+        return [self.trainer, datamodule_of(self.trainer), *self.module.modules(), *callbacks_of(self.trainer)]
 
     def _callbacks(self) -> dict[str, Callback]:
         callbacks = callbacks_of(self.trainer)
@@ -127,8 +147,8 @@ class RunConfiguration(Part):
     def capture_shared(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a checkpoint keeps: the present configuration; what does not train, as at the first start."""
         record = {**vars(self._now), "exchanged": [*map(weakref.ref, self.trainer.optimizers)] != self._created}
-        if (before := self._before) is not None:
-            record |= {"code": {**self._now.code, **before.code}, "records": {**self._now.records, **before.records}}
+        for name in ("files", "records") if self._before is not None else ():
+            record[name] = {**getattr(self._now, name), **getattr(self._before, name)}
         return {"configuration": record}
 
     def resume_from(self, saved: SavedState, checkpoint: dict[str, Any]) -> None:
@@ -138,7 +158,7 @@ class RunConfiguration(Part):
             saved: What is resumed.
             checkpoint: The checkpoint that is about to be loaded, whose state dict is changed in place.
         """
-        self._saved, before = saved, Configuration(**saved.shared["configuration"])
+        self._saved, before = saved, Configuration.from_saved(saved.shared["configuration"])
         self._before, values, weights = before, before.values, checkpoint["state_dict"]
         limits = {name: (values[f"Trainer.{name}"], self._now.values[f"Trainer.{name}"]) for name in _LIMITS}
         if not any(is_longer(now, old) for old, now in limits.values()):
@@ -154,21 +174,38 @@ class RunConfiguration(Part):
                 weights.pop(name, None)
                 weights |= {name: self.module.state_dict()[name]} if change.name in own else {}
 
-    def _differences(self) -> list[Change]:
-        """Return what this start changes of what trains, as far as it is known, with names as users see them."""
-        if self._before is None:
-            return []
-        loaders = _IN_USE if self._has_loaders else _GIVEN
-        are_known = self._has_loaders or all(_has_given(one) for one in (self._before, self._now))
-        found, states = [], {*numbered(self.trainer.optimizers), *self._schedule_labels()}
-        for change in self._before.changes_to(self._now):
+    def _differences(self) -> tuple[list[Change], list[Change]]:
+        """Return what this start changes as far as it is known: what trains, and what need not, as users name it."""
+        if (before := self._before) is None:
+            return [], []
+        loaders = _USED if self._has_loaders else _GIVEN
+        are_known = self._has_loaders or all(_has_given(one) for one in (before, self._now))
+        states = {*numbered(self.trainer.optimizers), *self._schedule_labels()}
+
+        def _is_same(change: Change, name: str) -> bool:
+            return (change.before, change.now) == (before.values[name], self._now.values[name])
+
+        def counts(change: Change) -> bool:
             label = change.label.partition("[")[0]
-            is_other = label in (_GIVEN, _IN_USE) and (label != loaders or not are_known)
-            is_extended = bool(self.extended) and change.name.removeprefix("Trainer.") in _LIMITS
+            is_other = label in (_GIVEN, _USED) and (label != loaders or not are_known)
+            limit = change.name.rpartition(".")[2]  # which a module may keep as well, as in its arguments
+            is_extended = bool(self.extended) and limit in _LIMITS and _is_same(change, f"Trainer.{limit}")
             is_state = change.name.startswith(("optimizer ", "scheduler ")) or change.label in states
-            if not (is_other or is_extended or (self._before.exchanged and is_state)):
-                found.append(replace(change, name=change.name.replace(_GIVEN, _IN_USE)))
-        return found
+            return not (is_other or is_extended or (before.exchanged and is_state))
+
+        training, others = before.changes_to(self._now)
+        if self._saved.world_size_changed or self._was_trained:  # attributes may follow from it
+            others += [one for one in training if one.name in self._now.derived]
+        if not before.changed_files(self._now):  # neither an argument nor code made it another one
+            drawn = [one for one in training if one.name in self._now.derived and one.may_be_drawn]
+            others += [one for one in drawn if one.name.startswith("globals.")]
+            training = [one for one in training if one not in drawn]  # attributes are named where they are restored
+        training = [one for one in training if one not in others]
+        named = [
+            [replace(one, name=one.name.replace(_GIVEN, _USED)) for one in kind if counts(one)]
+            for kind in (training, others)
+        ]
+        return named[0], named[1]
 
     def _schedule_labels(self) -> list[str]:
         return numbered([config.scheduler for config in self.trainer.lr_scheduler_configs])
@@ -186,7 +223,8 @@ class RunConfiguration(Part):
         """Raise an error for changes that are new, or say what becomes of them; all ranks have to call it."""
         if (before := self._before) is None:
             return
-        found = [one for one in self.trainer.strategy.broadcast(self._differences()) if one.name not in self._said]
+        every = self.trainer.strategy.broadcast(self._differences())
+        found, told = [[one for one in kind if one.name not in self._said] for kind in every]
         reasons: dict[str, list[Change]] = {reason: [] for reason in ("", *_SENTENCES)}
         for change in found:
             reasons[self._reason(change)].append(change)
@@ -201,10 +239,9 @@ class RunConfiguration(Part):
                 "run."
             )
         self._check_can_go_on([*new, *reasons["ignored"]])
-        if not self._said:
-            reasons["record"] = changes_between(before.records, self._now.records)
-            if names := before.changed_code(self._now):
-                rank_zero_info(f"AutoResume: the code of {list_names(names)} changed since the first start.")
+        reasons["record"] = told
+        if not self._said and (names := before.changed_files(self._now)):
+            rank_zero_info(f"AutoResume: the code in {list_names(names)} changed since the first start.")
         self._said |= {change.name for change in (*found, *reasons["record"])} | {""}
         self._rescheduled += [change.name for change in reasons["ranks"] if not _is_of_loaders(change)]
         self.changes += [*new, *reasons["ignored"]]
@@ -246,10 +283,10 @@ class RunConfiguration(Part):
         if self._has_optimizers:
             return  # the fit makes others, as for a later stage
         optimizers, configs = self.trainer.optimizers, self.trainer.lr_scheduler_configs
-        found = describe_optimizers(optimizers, configs, param_group_names(self.module, optimizers))
+        found = describe_optimizers(optimizers, configs, param_group_names(self.module, optimizers), self._known())
         self._now.groups, self._created = found.groups, [*map(weakref.ref, optimizers)]
         self._now.add(found)
-        self._now.add(describe_loaders(given_train_loaders(self.trainer), _GIVEN))
+        self._now.add(describe_loaders(given_train_loaders(self.trainer), _GIVEN, self._known()))
         self._has_optimizers = True
         self._refuse_late_parameters()
         self._decide()
@@ -296,17 +333,18 @@ class RunConfiguration(Part):
         Returns:
             None if nothing changed in the loaders; else the new batch size over the old one, 1 if that is not known.
         """
-        self._now.forget(_IN_USE)  # a fit may create others for a later stage
-        self._now.add(describe_loaders(loaders, _IN_USE))
+        self._now.forget(_USED)  # a fit may create others for a later stage
+        self._now.add(describe_loaders(loaders, _USED, self._known()))
         if self._has_loaders:  # those that are reloaded are the fit's
             return None
         self._has_loaders = True
         if self._has_optimizers:  # configure_optimizers may ask for the number of batches
             self._decide()
-        changes = [one for one in self._differences() if _is_of_loaders(one) and self._reason(one) != "ranks"]
+        _begun.add(self.module)
+        changes = [one for one in self._differences()[0] if _is_of_loaders(one) and self._reason(one) != "ranks"]
         if not (changes and resumes):
             return None
-        sizes = [change for change in changes if change.name == f"{_IN_USE}.batch_size"]
+        sizes = [change for change in changes if change.name == f"{_USED}.batch_size"]
         if len(loaders) != 1 or not sizes or not all(isinstance(x, int) for x in (sizes[0].before, sizes[0].now)):
             return 1.0
         return float(sizes[0].now / sizes[0].before)
@@ -344,30 +382,20 @@ class RunConfiguration(Part):
                 setattr(owner, name, change.now)
 
 
-def _add_callback(found: Configuration, label: str, callback: Callback) -> None:
+def _add_callback(found: Configuration, describer: Describer, label: str, callback: Callback) -> None:
     """Add the arguments of a callback that may train: those that its class names, or all plain ones."""
     names, known = getattr(callback, "training_arguments", None), import_lightning("pytorch.callbacks")
     if isinstance(callback, tuple(getattr(known, name) for name in _OBSERVERS)) or (names is not None and not names):
         return
-    if names is None:
-        described = described_arguments(label, callback)
-        found.records |= {name: value for name, value in described.items() if _is_place(value)}
-        values = {name: value for name, value in described.items() if name not in found.records}
-    else:
-        values = dict(one for name in names for one in describe(f"{label}.{name}", getattr(callback, name)))
-    found.values |= values
-    found.add_code(label, type(callback))
+    arguments = arguments_of(callback).values()
+    settings = [one for one in arguments if callable(one) or (is_comparable(plain(one)) and not is_place(one))]
     # one of the user's without arguments may be there to look or to stop
-    is_record = names is None and not values and not type(callback).__module__.startswith(f"{LIGHTNING}.")
-    (found.records if is_record else found.kinds)[label] = "in use"
-
-
-def _is_place(value: Any) -> bool:
-    """Whether a text is a path, as its outermost folder exists: where something lies does not train."""
-    if not isinstance(value, str) or "\0" in value or not re.search(r"[/\\]", value):
-        return False
-    path = Path(value).expanduser()
-    return Path(*path.parts[: 1 + path.is_absolute()]).is_dir()
+    is_record = names is None and not settings and not type(callback).__module__.startswith(f"{LIGHTNING}.")
+    (found.records if is_record else found.kinds)[label] = IN_USE
+    for name in names or ():
+        describer.add_value(f"{label}.{name}", getattr(callback, name), Rule(texts_train=True))
+    if names is None:
+        describer.add(label, callback, is_told=is_record)
 
 
 def _has_given(configuration: Configuration) -> bool:
@@ -375,7 +403,7 @@ def _has_given(configuration: Configuration) -> bool:
 
 
 def _is_of_loaders(change: Change) -> bool:
-    return change.name.startswith((f"{_IN_USE}.", f"{_IN_USE}["))
+    return change.name.startswith((f"{_USED}.", f"{_USED}["))
 
 
 def _listed(changes: Sequence[Change], separator: str) -> str:

@@ -63,6 +63,7 @@ _SAYS_WHAT_IT_IS = ("kind", "moment", "format")  # keys whose values are names a
 _NAMED_BY_OTHERS = (  # keys whose keys are a user's
     *("values", "lost", "fingerprint", "drawable", "gradients", "masks", "arguments"),
     *("state_dict", "rank_pattern", "alpha_pattern"),
+    *("derived", "told", "origins", "files"),
 )
 _SPECS = ("OptimizerSpec", "ScheduleSpec", "AGC", "ClipValue", "PercentileClip", "ZScoreClip")
 

@@ -16,7 +16,7 @@ _ALLOWED = {  # file and a part of the expression -> whose text it is, or why it
     ("_torch_compat/memory.py", "DefaultCPUAllocator"): "of torch",
     ("auto_resume/core/configuration.py", "BUFFER"): "checkpoints hold these values as texts",
     ("auto_resume/core/configuration.py", "OBJECT"): "checkpoints hold these values as texts",
-    ("auto_resume/core/configuration.py", "bytecode "): "checkpoints hold these values as texts",
+    ("auto_resume/core/configuration.py", "IN_USE"): "checkpoints hold these values as texts",
     ("auto_resume/core/optimizer_changes.py", "optimizer "): "a label, by which checkpoints name an optimizer",
     ("auto_resume/core/optimizer_changes.py", "scheduler "): "a label, by which checkpoints name a scheduler",
     ("auto_resume/fit_state.py", "_ORDER_OF_SUMS"): "a name among those of state, which callbacks are told",

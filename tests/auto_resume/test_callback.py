@@ -29,8 +29,7 @@ from torch.utils.data import DataLoader
 from lightning_tricks import AutoResume, GradientClipping, cli, seed_everything
 from lightning_tricks._shared.files import open_file
 from lightning_tricks._shared.tensors import parameters_of
-from lightning_tricks.auto_resume import CheckpointFolder, DurableCheckpointIO, run_files
-from lightning_tricks.auto_resume.attribute_parts import AttributeOwners
+from lightning_tricks.auto_resume import CheckpointFolder, run_files
 from lightning_tricks.auto_resume.core import signals
 from lightning_tricks.auto_resume.trainer_parts import SHAPING_SETTINGS
 from tests.auto_resume.killing import STOPPED
@@ -230,11 +229,11 @@ def test_the_default_checkpoint_callback_stays_and_its_files_are_durable(tmp_pat
 
     class Looks(ModelCheckpoint):
         def on_train_epoch_end(self, trainer, pl_module):
-            kinds.append(type(trainer.strategy.checkpoint_io))
+            kinds.append(type(trainer.strategy.checkpoint_io).__name__)
             super().on_train_epoch_end(trainer, pl_module)
 
     trainer = fit(Looks(tmp_path / "own"), AutoResume(tmp_path / "other"), enable_checkpointing=True)
-    assert kinds == [DurableCheckpointIO] * 2
+    assert kinds == ["DurableCheckpointIO"] * 2
     assert type(trainer.strategy.checkpoint_io) is TorchCheckpointIO
 
 
@@ -559,7 +558,7 @@ def test_a_fit_without_optimizers(tmp_path, returned, automatic):
         return fit(*callbacks, module=lambda: Means(returned, automatic, stop_at))
 
     whole = weights(run(-1))
-    options = {"train_time_interval": {"microseconds": 1}, "every_n_epochs": None}
+    options = {"train_time_interval": {"microseconds": 1}, "every_n_epochs": None, "ignore": ["module._stop_at"]}
     for stop_at in (3, 9):
         folder = tmp_path / str(stop_at)
         with pytest.raises(SystemExit) as left:
@@ -636,14 +635,10 @@ def test_callbacks_in_what_a_module_keeps_are_not_entered_and_not_compared(tmp_p
         module = _KeepsArguments(callbacks, {"max_steps": max_steps})
         trainer = Trainer(max_steps=max_steps, callbacks=callbacks, **QUIET)
         trainer.fit(module, loader())
-        return AttributeOwners(trainer, module).walk(), module.seen
+        return module.seen
 
     fit(2)
-    walk, seen = fit(3, _Looks())
-    assert len(seen) == 3, "not restored"
-    kept = [path for path, owner in walk.owners.items() if isinstance(owner, AutoResume | GradientClipping)]
-    assert len(kept) == 4  # in the hyper-parameters, and in the copy of them
-    assert not [path for path in (*walk.owners, *walk.slots) if path.startswith(tuple(f"{place}." for place in kept))]
+    assert len(fit(3, _Looks())) == 3, "not restored"
 
 
 @pytest.mark.parametrize(("started_by", "warns"), [("srun", False), ("a script", True), ("nobody", False)])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk, nothing_skipped
+from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
 from lightning_tricks.auto_resume.core.attributes.tracking import AttributeTracker
 from tests.auto_resume.test_attributes import Holder, resumed
@@ -153,7 +153,7 @@ def test_a_variable_that_becomes_a_function_is_reported():
     held = Holder(step=step)
     tracker = AttributeTracker({"it": held})
     step()
-    assert tracker.changes()["lost"] == {"it.step.count.cell_contents": "function"}
+    assert tracker.changes()["lost"].keys() == {"it.step.count"}
 
 
 def test_functions_of_packages_are_not_walked_and_models_only_with_the_model():
@@ -162,13 +162,13 @@ def test_functions_of_packages_are_not_walked_and_models_only_with_the_model():
     def policy(x):
         return net(torch.nn.functional.relu(x))
 
-    data = ObjectWalk.from_roots({"data": Holder(policy=policy)}, nothing_skipped, with_code=True)
-    assert not any(value is net for value in data.owners.values())
+    data = ObjectWalk.from_roots({"data": Holder(policy=policy)}, with_code=True)
     assert not any("torch" in path for path in data.owners)
     model = nn.Sequential()
     model.policy = policy
-    walk = ObjectWalk.from_roots({"module": model}, nothing_skipped, with_code=True)
-    assert any(value is net for value in walk.owners.values())
+    tracker = AttributeTracker({"module": model})
+    net.weight.data += 1
+    assert list(tracker.changes()["values"]) == ["module.policy"]
 
 
 @dataclasses.dataclass
@@ -183,6 +183,4 @@ def test_generated_methods_hold_nothing_of_the_user():
     tracker = AttributeTracker({"it": holder})
     holder.facts = Facts([1])
     assert not tracker.changes()["lost"]
-    assert not any(
-        "__init__" in path for path in ObjectWalk.from_roots({"it": holder}, nothing_skipped, with_code=True).slots
-    )
+    assert not any("__init__" in path for path in ObjectWalk.from_roots({"it": holder}, with_code=True).slots)

@@ -34,7 +34,7 @@ from torchmetrics import Accuracy
 from lightning_tricks import seed_everything
 from lightning_tricks._shared.tensors import local_part
 from lightning_tricks.auto_resume import AutoResume
-from tests.small import QUIET, fork, real_fp16
+from tests.small import QUIET, fork, real_fp16, unseen
 
 DEFAULTS: dict[str, Any] = {
     "samples": 44,  # 11 batches of 4: a partial tail under accumulation
@@ -261,10 +261,10 @@ class Kill(Callback):
     training_arguments = ()  # it is there once
 
     def __init__(self, hook: str, number: int, name: str, rank: int | str = 0) -> None:
-        count = itertools.count(1).__next__  # no value that is saved, or the next process would continue counting
+        counter = unseen(itertools.count(1))  # no value that is saved, or the next process would continue counting
 
         def call(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-            if count() != number:
+            if next(counter()) != number:
                 return
             if rank == "group":
                 os.killpg(0, getattr(signal, name))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import os
 import pickle
 import re
@@ -175,13 +174,13 @@ class Interrupts(Callback):
     training_arguments = ()  # it is there once
 
     def __init__(self, step: int) -> None:
-        count = itertools.count(1).__next__  # no value that is saved, or a resumed run would count on
+        self.step = step
 
-        def on_train_batch_end(*args):
-            if count() == step:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        self.on_train_batch_end = on_train_batch_end
+    def on_train_batch_end(self, trainer: Trainer, *args: object) -> None:
+        # counted by the Trainer: what is saved with the callback, a resumed run would count on
+        vars(trainer)["steps_of_this_start"] = vars(trainer).get("steps_of_this_start", 0) + 1
+        if vars(trainer)["steps_of_this_start"] == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def safe_state(case: Case, lab: Lab) -> None:

@@ -8,7 +8,6 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
 from lightning_tricks.seeding import isolated_rng
-from tests.small import QUIET, EvaluatedNet, Net, fork, loader, real_fp16
+from tests.small import QUIET, EvaluatedNet, Net, fork, loader, real_fp16, unseen
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ class _Before(Callback):
 
     def __init__(self) -> None:
         steps: list[Step] = []
-        self.steps = repeat(steps).__next__  # which AutoResume does not see
+        self.steps = unseen(steps)  # which AutoResume does not see
 
     def on_train_start(self, trainer, pl_module):
         if trainer.world_size > 1:

@@ -1,7 +1,6 @@
 """Every callback on a device that is not the CPU: the promises, the bits of the CPU, and what the host waits for."""
 
 from collections import Counter
-from itertools import repeat
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from tests.contract.checks import CHECKS, is_promised, resume, resume_anywhere, 
 from tests.contract.lab import Lab
 from tests.emulated_cuda.device import EmulatedCuda
 from tests.emulated_cuda.waits import by_hook
-from tests.small import EvaluatedNet, same
+from tests.small import EvaluatedNet, same, unseen
 from tests.together.everything import TogetherNet, make_all, write_pretrained
 
 _IN_CI = (resume, resume_anywhere, stages_in_turn)
@@ -91,7 +90,7 @@ def waits_of(lab, callbacks):
 
 class _Moments(Callback):
     def __init__(self, waits):
-        self.waits = repeat(waits).__next__  # which AutoResume does not see
+        self.waits = unseen(waits)  # which AutoResume does not see
 
 
 class Before(_Moments):

@@ -1,6 +1,5 @@
 """A net with two layers of normalisation to fine-tune, and what a fit does to it, step by step."""
 
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -8,7 +7,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from tests.contract.lab import full
-from tests.small import QUIET, loader
+from tests.small import QUIET, loader, unseen
 
 
 class FineNet(LightningModule):
@@ -48,7 +47,7 @@ class Trace(Callback):
 
     def __init__(self) -> None:
         rows: list[dict[str, Any]] = []
-        self.rows = repeat(rows).__next__  # which AutoResume does not see
+        self.rows = unseen(rows)  # which AutoResume does not see
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         self.rows().append(

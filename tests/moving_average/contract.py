@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import repeat
 
 import torch
 from lightning.pytorch import Callback
@@ -11,6 +10,7 @@ from lightning.pytorch import Callback
 from lightning_tricks import ExponentialMovingAverage
 from tests.contract.case import Case
 from tests.contract.lab import Lab, Setting, full
+from tests.small import unseen
 
 DECAY = 0.9
 
@@ -32,7 +32,7 @@ class Watches(Callback):
 
     def __init__(self, folder):
         self.folder = folder
-        self.seen = repeat({}).__next__  # which AutoResume does not see
+        self.seen = unseen({})  # which AutoResume does not see
 
     def on_train_start(self, trainer, pl_module):
         for number, optimizer in enumerate(trainer.optimizers):

@@ -11,7 +11,7 @@ from typing import Any
 from lightning_tricks.auto_resume import CheckpointFolder
 from tests.auto_resume.curves import scalars
 from tests.auto_resume.killing import differences, run
-from tests.small import Hooks
+from tests.small import Hooks, unseen
 
 SHORT = {"samples": 28, "epochs": 2, "validate": "none"}  # 7 batches of 4, twice
 SCRATCH, LOGS = "resume", "resume/logs"
@@ -33,8 +33,8 @@ def on(machine: Path, address: str, **options: Any) -> dict[str, Any]:
 
 def at(hook: str, number: int, act: Callable[[], object]) -> Hooks:
     """Return a callback that acts at the n-th call of a hook."""
-    count = itertools.count(1).__next__  # no value that is saved
-    return Hooks(**{hook: lambda *_: act() if count() == number else None})
+    counter = unseen(itertools.count(1))  # no value that is saved
+    return Hooks(**{hook: lambda *_: act() if next(counter()) == number else None})
 
 
 def senders(process: int | None = None) -> list[int]:

@@ -1,14 +1,12 @@
 """What RestoreBest promises."""
 
-from itertools import repeat
-
 import torch
 from lightning.pytorch import Callback
 
 from lightning_tricks import RestoreBest
 from tests.contract.case import Case
 from tests.contract.lab import Lab, Setting, full
-from tests.small import EvaluatedNet, same
+from tests.small import EvaluatedNet, same, unseen
 
 
 class Watches(Callback):
@@ -16,7 +14,7 @@ class Watches(Callback):
 
     def __init__(self, folder, monitor="loss"):
         self.folder, self.monitor = folder, monitor
-        self.seen = repeat([]).__next__  # which AutoResume does not see
+        self.seen = unseen([])  # which AutoResume does not see
 
     def on_validation_end(self, trainer, pl_module):
         if not trainer.sanity_checking:

@@ -24,7 +24,7 @@ from torch.utils.data import TensorDataset
 
 import lightning_tricks
 from tests.auto_resume.training import End
-from tests.small import recorded_warnings
+from tests.small import recorded_warnings, unseen
 
 SEED = 7
 BATCHES = 9  # of an epoch
@@ -104,10 +104,10 @@ class Stops(Callback):
     training_arguments = ()  # it is there once
 
     def __init__(self, how: str, batches: int) -> None:
-        count = itertools.count(1).__next__  # no value that is saved, or the next process would continue counting
+        counter = unseen(itertools.count(1))  # no value that is saved, or the next process would continue counting
 
         def on_train_batch_end(*args: Any) -> None:
-            if count() == batches:
+            if next(counter()) == batches:
                 if how == "an error":
                     raise StoppedError
                 os.kill(os.getpid(), getattr(signal, how))

@@ -10,7 +10,6 @@ import signal
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch.utils.data import DataLoader, Subset
 
 from tests.contract.cases import CASES
 from tests.contract.lab import attributes, full, traces, unscaled
-from tests.small import QUIET, Hooks, digits, fork, real_fp16
+from tests.small import QUIET, Hooks, digits, fork, real_fp16, unseen
 from tests.together.everything import NORM_TYPE
 
 VALIDATED = 38  # on two ranks, one sample is repeated
@@ -50,7 +49,7 @@ class First(Callback):
 
     def __init__(self) -> None:
         norms: dict[int, list[float]] = {}
-        self.norms = repeat(norms).__next__  # which AutoResume does not see
+        self.norms = unseen(norms)  # which AutoResume does not see
 
     def setup(self, trainer, pl_module, stage):
         threads = threading.active_count()
@@ -79,7 +78,7 @@ class Last(Callback):
     def __init__(self, first: First, folder: Path, watched: Mapping[str, Callback]) -> None:
         logged: dict[int, list[float]] = {}
         seen: dict[str, list[Any]] = {}
-        self.kept = repeat((first, folder, watched, logged, seen)).__next__  # which AutoResume does not see
+        self.kept = unseen((first, folder, watched, logged, seen))  # which AutoResume does not see
 
     def on_train_epoch_start(self, trainer, pl_module):
         self.kept()[4]["train"] = []

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import enum
+import logging
+import struct
 import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_tricks._torch_compat.modules import REGISTRIES
 
@@ -20,6 +24,10 @@ MISSING: Any = object()
 TRAINING = "training"  # the attribute of a module that says its mode
 REQUIRES_GRAD = "requires_grad"  # that of a parameter that says whether it trains
 CELL_CONTENTS = "cell_contents"  # the attribute of a cell, which is a variable of a closure
+# a fresh process has these anyway, or they say nothing about a run
+IGNORED_TYPES = (types.ModuleType, logging.Logger, type(threading.Lock()), type(threading.RLock()))
+# objects in Python that stand for something else: processes, and what reads data, whose position is restored elsewhere
+HANDLES = (threading.Thread, BaseProcess, DataLoader, type)
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
 _METHODS = (types.FunctionType, classmethod, staticmethod, property)
 Found = TypeVar("Found")
@@ -111,6 +119,20 @@ def has_attributes(kind: type) -> bool:
     return bool(kind.__dictoffset__) or bool(_slots(kind))
 
 
+@remembered_by_type
+def has_only_attributes(kind: type) -> bool:
+    """Whether objects of a type hold nothing but attributes, as no part of the class that has fields is written in C.
+
+    Then an object is not larger than `object`, its slots, and the pointers to its dict and its weak references; by the
+    same sum, `object.__reduce_ex__` decides whether `pickle` can copy an object by its attributes (Python 3.6 on).
+    From 3.11 on the dict, from 3.12 on the weak references may lie in front of the object: their offsets are negative.
+    """
+    pointers = (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
+    size = object.__basicsize__ + struct.calcsize("P") * (len(_slots(kind)) + pointers)
+    is_local = is_subclass(kind, threading.local)  # written in C, with a dict for each thread
+    return is_local or (not kind.__itemsize__ and kind.__basicsize__ == size and kind is not object)
+
+
 def attribute_dict(value: Any) -> dict[str, Any] | None:
     """Return the dict of an object's attributes; None if it has none."""
     try:
@@ -122,9 +144,13 @@ def attribute_dict(value: Any) -> dict[str, Any] | None:
 
 
 def attributes(value: Any) -> list[tuple[str, Any]]:
-    """Return names and values of the attributes that an object itself has, those in `__slots__` included."""
+    """Return names and values of the attributes that an object itself has, those in `__slots__` included.
+
+    Not those that begin with two underscores: Python writes the class before a user's, and others are machinery, such
+    as what torch's composable API (FSDP2, `replicate`) keeps with a module of the process.
+    """
     own = {} if type(value) is types.CellType else attribute_dict(value) or {}
-    found = [(name, part) for name, part in own.items() if type(name) is str]
+    found = [(name, part) for name, part in own.items() if type(name) is str and not name.startswith("__")]
     for name in (CELL_CONTENTS,) if type(value) is types.CellType else _slots(type(value)):
         try:
             found.append((name, object.__getattribute__(value, name)))

@@ -1,24 +1,19 @@
-"""Digests of values, which tell whether a value changed, or differs between two processes.
+"""Digests of values: whether one has changed since the fit began, or differs from that of another process.
 
-A value is pickled into a hash. Its tensors and arrays count by their bytes, and whatever is not plain data by what can
-be seen of it. No code of the user is run.
+All of a value is written into a hash as `pickle` writes it, so nothing of it changes unseen, whatever it is; what
+`pickle` cannot write is told. Plain data, objects in Python, functions and modules are written by what `Encoder` saves
+of them; for all else, `__reduce_ex__` and `__getstate__` of its class are called.
 """
 
 from __future__ import annotations
 
-import gc
-import inspect
-import itertools
-import logging
+import copyreg
 import mmap
-import operator
 import pickle
-import threading
 import types
 from array import array
-from collections.abc import Callable, Mapping
-from contextlib import suppress
 from hashlib import sha256
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -26,38 +21,46 @@ from zlib import crc32
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_tricks._shared.tensors import local_part
 from lightning_tricks._torch_compat.loaders import loader_iterator_type, num_yielded
+from lightning_tricks._torch_compat.modules import module_internals
 from lightning_tricks._torch_compat.tensors import tensor_version
 from lightning_tricks.auto_resume.core.attributes.attribute_access import (
+    HANDLES,
+    IGNORED_TYPES,
     SCALARS,
     attribute_dict,
+    attributes,
     is_subclass,
     type_name,
 )
-from lightning_tricks.auto_resume.core.attributes.value_kinds import ValueKind, is_generator, is_plain_dtype, kind_of
+from lightning_tricks.auto_resume.core.attributes.encoding import (
+    MAX_BYTES,
+    MIN_ROWS,
+    Encoder,
+    attributes_beside,
+    content_of,
+    is_held_object,
+    is_in_shared_memory,
+    unsaved_tensors,
+)
+from lightning_tricks.auto_resume.core.attributes.user_code import (
+    CALLABLES,
+    FUNCTIONS,
+    held_parts,
+    is_stateful,
+    is_user_class,
+)
+from lightning_tricks.auto_resume.core.attributes.value_kinds import has_data, is_generator, is_plain_dtype, kind_of
 from lightning_tricks.auto_resume.core.tensor_block import stacked
 
-MAX_BYTES = 64 * 2**20  # of a value that are read
 _READ_EACH_TIME = 2**18  # bytes of a tensor; of a larger one the version tells whether it changed
 _SEEN = 1000  # entries of such a tensor
 _MAPPED_BYTES = 2**20  # of a mapped file that are read
-_BUILT_IN = SCALARS | {bytes, list, tuple, dict}
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
-# a fresh process has these anyway, or they say nothing about a run
-IGNORED_TYPES = (types.ModuleType, logging.Logger, type(threading.Lock()), type(threading.RLock()))
-# library -> what shows whether an object of its types has changed
-_SHOWN: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(
-        ("decimal", "sched", "_io", "configparser", "graphlib", "polars"), lambda one: one.__reduce_ex__(2)[1:]
-    ),
-    "sqlite3": lambda one: one.total_changes,
-    "_queue": lambda one: one.qsize(),
-    "PIL": lambda one: one.tobytes(),
-}
-_NO_PATHS: Mapping[int, str] = {}
-_never_twice = itertools.count()
+_ROW_PARTS = SCALARS | {Tensor}
+_never_twice = count()
 _tokens = dict[int, tuple[Any, int]]()  # id of a large tensor -> a weak reference to it, and a number of its own
 
 
@@ -73,27 +76,23 @@ class ValueDigest:
     was made through `data` or another library.
 
     Args:
-        paths: Id -> path of objects that are walked, parameters and buffers; the path counts.
-        same_process: Whether the digest is compared in this process alone: then the identities of what is not plain
-            data, and the states of generators, count as well.
-        is_walkable: Whether a value is an object that is walked; only its type counts.
+        encoder: Knows what is saved elsewhere, whose paths count, and what is left out.
+        same_process: Whether the digest is compared in this process alone: then what is not plain data, and the states
+            of generators, count as well; else sets count in an order that no process decides.
 
     Attributes:
         is_complete: Whether the digest tells each change; else the identity of the value counts as well.
-        is_plain: Whether all of the value is plain data, or objects with paths.
+        is_plain: Whether all of the value is saved as plain data.
+        unwatched: Types of what `pickle` cannot write, whose changes are not seen.
     """
 
-    def __init__(
-        self,
-        paths: Mapping[int, str] = _NO_PATHS,
-        same_process: bool = True,
-        is_walkable: Callable[[Any], bool] = lambda value: False,
-    ) -> None:
-        self._paths, self._same_process, self._is_walkable = paths, same_process, is_walkable
+    def __init__(self, encoder: Encoder | None = None, same_process: bool = True) -> None:
+        self.encoder, self.same_process = encoder or Encoder(), same_process
         self._hash, self._bytes_left = sha256(), MAX_BYTES  # which processors compute by themselves
-        self.tensors = list[Tensor]()
+        self.tensors, self._apart = list[Tensor](), dict[int, Any]()
         self._value: Any = None
         self.is_complete = self.is_plain = True
+        self.unwatched = list[str]()
 
     @classmethod
     def of(cls, value: Any, *args: Any, **options: Any) -> ValueDigest:
@@ -108,18 +107,26 @@ class ValueDigest:
     def feed(self, value: Any) -> None:
         """Add a value to the digest."""
         self._value = value
-        try:
+        # first without memo, so that values that are equal count alike; with it if the value holds itself (ValueError);
+        # and last with a pickler for each object that is not plain, to know which of them cannot be pickled
+        kind = _Pickler if self.same_process else _PortablePickler
+        for fast, apart in ((True, False), (False, False), (False, True)):
+            self._hash, self._bytes_left, self.tensors, self.unwatched = sha256(), MAX_BYTES, [], []
+            self._apart.clear()
             try:
-                _Pickler(self, fast=True).dump(value)
-            except ValueError:  # it holds itself
-                self.tensors.clear()
-                _Pickler(self, fast=False).dump(value)
-            self._add_tensors()
-        except Exception:  # it is too large, nested too deep, or of a class that raises anything
-            self.is_complete = False
-            kind = type(value)
-            size = value.shape if kind is np.ndarray else len(value) if kind in _BUILT_IN - SCALARS else ""
-            self._hash.update(f"{type_name(type(value))} {size} {id(value) if self._same_process else ''}".encode())
+                kind(self, fast, apart).dump(value)
+                self._add_tensors()
+            except _EnoughError:
+                break
+            except Exception:  # noqa: S110  # of a class that may raise anything
+                pass
+            else:
+                return
+        else:
+            self.unwatched.append(type_name(type(value)))
+        self.is_complete, kind = False, type(value)
+        size = value.shape if kind is np.ndarray else len(value) if kind in (str, bytes, list, tuple, dict) else ""
+        self._hash.update(f"{type_name(kind)} {size} {id(value) if self.same_process else ''}".encode())
 
     def write(self, data: Any) -> None:
         """Add bytes to the hash.
@@ -132,54 +139,78 @@ class ValueDigest:
         if self._bytes_left < 0:
             raise _EnoughError
 
-    def replacement(self, value: Any) -> Any:
-        """Return what a value counts by that `pickle` does not read itself."""
-        kind = type(value)
-        if (path := self._paths.get(id(value))) is not None:
-            return path, type_name(kind)
-        try:
-            found = kind_of(value)
-            if found is not None:
-                return self._plain(value, type_name(kind), found)
-        except _EnoughError:
-            raise
-        except Exception:  # noqa: S110  # the value may be of any class, and raise anything
-            pass
-        return self._opaque(value, kind)
-
-    def _plain(self, value: Any, name: str, found: ValueKind) -> Any:
-        """Return what a value counts by that is plain data.
+    def reduced(self, value: Any) -> Any:
+        """Return what a value counts by; `NotImplemented` for one that `pickle` reads itself.
 
         Raises:
-            Exception: If it is not, after all.
+            Exception: If the value is of a class that raises it.
         """
-        if found.container is not None:
-            if not found.has_order:
-                return name, self._set(found.container.__iter__(value))
-            return name, found.parts(value), list((found.container.items if found.is_keyed else list)(value))
-        if is_generator(value) and not self._same_process:
-            return name, found.parts(value)["type"].partition(" ")[0]
-        if found.name in ("tensor", "parameter"):
-            return self._tensor(value, name)
-        if found.name in ("array", "scalar") and is_plain_dtype(value.dtype):
-            return name, value.dtype.descr, value.shape, self._read(value)
-        return name, found.parts(value)
+        kind = type(value)
+        if (path := self.encoder.references.get(id(value))) is not None:
+            return path, type_name(kind)
+        if is_subclass(kind, *FUNCTIONS, *CALLABLES):
+            self.is_plain, code = False, getattr(value, "__code__", None)
+            name = getattr(value, "__module__", ""), getattr(value, "__qualname__", ""), code and code.co_firstlineno
+            held = [(to, content_of(part)) for to, part in held_parts(value)] if self.same_process else []
+            return name, held
+        if is_subclass(kind, *IGNORED_TYPES, *HANDLES):
+            return type_name(kind)
+        if (
+            is_subclass(kind, Tensor, np.ndarray, mmap.mmap)
+            and not self.encoder.owns_memory
+            and is_in_shared_memory(value)
+        ):
+            return type_name(kind)
+        if is_subclass(kind, Tensor):
+            self.is_plain &= kind_of(value) is not None
+            return type_name(kind), attributes_beside(value), self._tensor(value)
+        if is_subclass(kind, np.ndarray, np.generic, mmap.mmap):
+            return type_name(kind), self._array(value, kind)
+        if (found := kind_of(value)) is not None and not found.container:
+            if is_generator(value) and not self.same_process:
+                return type_name(kind), found.parts(value)["type"].partition(" ")[0]
+            return type_name(kind), attributes_beside(value), found.parts(value)
+        if found is not None:
+            return NotImplemented
+        if not self.same_process:
+            return type_name(kind)
+        if is_subclass(kind, nn.Module):
+            return type_name(kind), self._module(value)
+        if is_stateful(kind) and "state_dict" not in self.encoder.skipped(value):
+            return type_name(kind), value.state_dict()
+        if kind is types.MappingProxyType:
+            self.is_plain = False
+            return type_name(kind), dict(value)
+        if is_subclass(kind, ref):
+            self.is_plain = False
+            return type_name(kind), self.encoder.references.get(id(value())) or id(value())
+        if is_held_object(kind) and (is_user_class(kind) or not _reduces_itself(value, kind)):
+            left_out = self.encoder.skipped(value)
+            return type_name(kind), [(name, part) for name, part in attributes(value) if name not in left_out]
+        self.is_plain = False
+        if is_subclass(kind, loader_iterator_type()):
+            return type_name(kind), num_yielded(value)
+        return NotImplemented
 
-    def _set(self, entries: Any) -> list[Any]:
-        """Return the entries of a set in an order that does not depend on the process."""
-        parts = list(entries)
-        if SCALARS.issuperset(map(type, parts)):
-            return sorted(parts, key=repr)
-        digests = [ValueDigest.of(part, self._paths, self._same_process, self._is_walkable) for part in parts]
-        self.is_plain &= all(digest.is_plain for digest in digests)
-        return sorted(map(int, digests))
+    def _module(self, module: Any) -> Any:
+        tensors, internals = unsaved_tensors(module, self.encoder.references), module_internals()
+        parts = [
+            (name, getattr(part, "training", None), [one for one in attributes(part) if one[0] not in internals])
+            for name, part in module.named_modules()
+        ]
+        return [*tensors.items()], [one.requires_grad for one in tensors.values()], parts
 
-    def _tensor(self, value: Any, name: str) -> Any:
-        if value.is_quantized or value.is_nested or value.device.type == "meta":
-            raise ValueError("it has no plain data")
-        head: tuple[Any, ...] = name, str(value.dtype), tuple(value.shape), value.requires_grad and value.is_leaf
-        data = value.detach().resolve_conj().resolve_neg()
-        if self._same_process and not value.is_inference():
+    def _tensor(self, value: Any) -> Any:
+        if not has_data(value):
+            self.is_plain = False
+            return str(value.dtype), tuple(value.shape)
+        if value.layout is not torch.strided or value.is_quantized or value.is_nested:
+            self.is_plain = False
+            return _plain_parts(value)
+        grad = value.grad if value.is_leaf else None
+        head: tuple[Any, ...] = str(value.dtype), tuple(value.shape), value.requires_grad and value.is_leaf, grad
+        data = local_part(value.detach()).resolve_conj().resolve_neg().as_subclass(Tensor)
+        if self.same_process and not value.is_inference():
             waits = value is self._value and not value.is_cpu  # for the device
             if waits or value.nbytes > _READ_EACH_TIME:
                 head = *head, _token(value), tensor_version(value)
@@ -187,6 +218,22 @@ class ValueDigest:
                 flat = data.reshape(-1) if data.is_contiguous() and not waits else data.new_empty(0)
                 data = flat[:: max(1, data.numel() // _SEEN)]
         return *head, self._read(data.reshape(-1)[: 1 + MAX_BYTES].contiguous().cpu().view(torch.uint8).numpy())
+
+    def _array(self, value: Any, kind: type) -> Any:
+        if is_subclass(kind, np.memmap, mmap.mmap):
+            self.is_plain = False
+            if memoryview(value).readonly:
+                return ""
+            file = getattr(value, "filename", None)
+            return str(Path(file).stat().st_mtime_ns) if file else "", bytes(
+                memoryview(value).cast("B")[:_MAPPED_BYTES]
+            )
+        plain = np.asarray(value)
+        self.is_plain &= kind_of(value) is not None
+        beside = [(name, part) for name, part in attributes(value) if name != "_base"]
+        if not is_plain_dtype(plain.dtype):
+            return plain.shape, beside, plain.tolist()
+        return plain.dtype.descr, plain.shape, beside, self._read(plain)
 
     def _read(self, values: Any) -> bytes | int:
         """Return the bytes of an array; of one over 256 KiB the CRC-32, which is a third of SHA-256's cost.
@@ -204,60 +251,110 @@ class ValueDigest:
 
     def _add_tensors(self) -> None:
         """Add the tensors that were set apart, those that are alike at once."""
-        tensors, self.tensors = self.tensors, []
-        if not self._paths.keys().isdisjoint(map(id, tensors)):
-            self.feed([self._paths.get(id(tensor), "") for tensor in tensors])
-            tensors = [tensor for tensor in tensors if id(tensor) not in self._paths]
-        blocks, others = stacked(tensors, _READ_EACH_TIME)
-        for numbers, data in blocks:
-            self.write(f"{data.dtype} {tuple(data.shape)}".encode())
-            self.write(array("Q", numbers).tobytes())
-            self.write(data.reshape(-1).view(torch.uint8).numpy())
-        if others:
-            self.feed([(number, self.replacement(tensors[number])) for number in others])
+        while self.tensors:
+            tensors, self.tensors = self.tensors, []
+            blocks, others = stacked(tensors, _READ_EACH_TIME)
+            for numbers, data in blocks:
+                self.write(f"{data.dtype} {tuple(data.shape)}".encode())
+                self.write(array("Q", numbers).tobytes())
+                self.write(data.reshape(-1).view(torch.uint8).numpy())
+            if others:  # among whose parts may be tensors again
+                _Pickler(self, False, False).dump([(number, self._tensor(tensors[number])) for number in others])
 
-    def _opaque(self, value: Any, kind: type) -> Any:
-        """Return what a value counts by that is not plain data."""
-        first: Any = ""
-        if is_subclass(kind, np.memmap, mmap.mmap):
-            if memoryview(value).readonly:
-                return type_name(kind)
-            first = "" if self._same_process else _first_bytes(value)
-        elif is_subclass(kind, np.ndarray, Tensor) and not self._same_process:
-            first = _visible_content(value, kind)
-        self.is_plain, content = False, ValueDigest()
-        if self._same_process and not self._is_walkable(value):
-            content._bytes_left = self._bytes_left
-            content.feed_opaque(value)
-            self._bytes_left = content._bytes_left
-            if self._bytes_left < 0:
-                raise _EnoughError
-        return type_name(kind), _function_name(value, kind), first, int(content)
-
-    def feed_opaque(self, value: Any) -> None:
-        """Add what changes when a value that is not plain data changes, as far as that can be seen."""
-        kind = type(value)
-        if not is_subclass(kind, *IGNORED_TYPES):
-            with suppress(Exception):  # the value may be of any class, and raise anything
-                self.feed(_function_name(value, kind) or id(value))
-                self.feed(_visible_content(value, kind))
+    def apart(self, value: Any) -> Any:
+        """Return what a value counts by that `pickle` reads itself, and note it if `pickle` cannot."""
+        if id(value) in self._apart:
+            return self._apart[id(value)]
+        inner = ValueDigest(self.encoder, self.same_process)
+        inner._bytes_left, inner._apart = self._bytes_left, self._apart
+        self._apart[id(value)] = type_name(type(value))  # what it counts by within itself, and if it cannot be pickled
+        try:
+            _Pickler(inner, False, True).dump(_reduced_by_class(value))
+            inner._add_tensors()
+        except _EnoughError:
+            raise
+        except Exception:  # of a class that may raise anything
+            self.unwatched.append(type_name(type(value)))
+        else:
+            self._bytes_left, self._apart[id(value)] = inner._bytes_left, int(inner)
+            self.unwatched += inner.unwatched
+        return self._apart[id(value)]
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a value into a digest; what `pickle` does not read itself is replaced."""
+    """Pickles a value into a digest; what is not made of numbers, texts, lists and dicts counts by what `reduced` says.
 
-    def __init__(self, digest: ValueDigest, fast: bool) -> None:
+    With `apart`, what is opaque has a digest of its own, and is told if it cannot be pickled.
+    """
+
+    def __init__(self, digest: ValueDigest, fast: bool, apart: bool) -> None:
         super().__init__(digest, protocol=5)
-        self._set_apart = digest.tensors.append
-        self.fast = fast  # then values that are equal count alike, whether they are identical or not
-        self._replacement = digest.replacement
+        self.fast, self._apart = fast, apart
+        self._digest, self._set_apart = digest, digest.tensors.append
+        self._references, self._owns_memory = digest.encoder.references, digest.encoder.owns_memory
+
+    def dump(self, value: Any) -> None:
+        """Write a value; of a long list of tensors, or of tuples of them, the tensors are set apart at once."""
+        are_rows = type(value) is list and len(value) >= MIN_ROWS and set(map(type, value)) == {tuple}
+        flat = list(chain.from_iterable(value)) if are_rows else value if type(value) is list else []
+        tensors = [part for part in flat if type(part) is Tensor]
+        if len(tensors) >= MIN_ROWS and _ROW_PARTS.issuperset(map(type, flat)) and all(map(self._is_simple, tensors)):
+            self._digest.tensors += tensors
+            value = are_rows and list(map(len, value)), [None if type(part) is Tensor else part for part in flat]
+        super().dump(value)
+
+    def reducer_override(self, value: Any) -> Any:
+        """Return how to write a value."""
+        if value is str:  # by which all others are written
+            return NotImplemented
+        if type(value) is Tensor and self._is_simple(value):
+            self._set_apart(value)
+            return str, ("tensor",)
+        reduced = self._digest.reduced(value)
+        if reduced is not NotImplemented:
+            return str, ("",), (reduced,)  # a state, which may hold the value: `pickle` has noted it by then
+        if kind_of(value) is not None:
+            return NotImplemented
+        return (str, (), self._digest.apart(value)) if self._apart else _reduced_by_class(value)
+
+    def _is_simple(self, value: Tensor) -> bool:
+        """Whether a tensor counts by its numbers alone, asking first what is fastest: a data set may have millions."""
+        if value.requires_grad or value.layout is not torch.strided or value.is_nested or vars(value):
+            return False
+        if id(value) in self._references or not (self._owns_memory or not value.is_shared()):
+            return False
+        return value.data_ptr() != 0  # of tensors on the meta device, empty ones, and those whose memory was freed
+
+
+class _PortablePickler(_Pickler):
+    """Writes sets in an order that does not depend on the process, which takes a call for each value."""
 
     def persistent_id(self, value: Any) -> Any:
-        """Return what a value counts by; None for one that `pickle` reads itself."""
-        if type(value) is Tensor and value.layout is torch.strided and not value.is_nested:
-            self._set_apart(value)
-            return "tensor"
-        return None if type(value) in _BUILT_IN else self._replacement(value)
+        """Return a set as a list of sorted digests; None for all else."""
+        if type(value) not in (set, frozenset):
+            return None
+        return "set", sorted(int(ValueDigest.of(part, self._digest.encoder, False)) for part in value)
+
+
+def _reduced_by_class(value: Any) -> Any:
+    """Return how its class lets `pickle` write a value.
+
+    Raises:
+        PicklingError: If that is the name of a variable, which says nothing of what the value holds.
+    """
+    attribute_dict(value)  # a text buffer has a dict, which it counts, from the first time that anyone asks for it
+    reducer = copyreg.dispatch_table.get(type(value))
+    reduced = value.__reduce_ex__(5) if reducer is None else reducer(value)
+    if isinstance(reduced, str):
+        raise pickle.PicklingError("it is written by its name")
+    return reduced
+
+
+def _reduces_itself(value: Any, kind: type) -> bool:
+    """Whether the class of an object decides how `pickle` writes it, and writes more than its name."""
+    if all(getattr(kind, name) is getattr(object, name) for name in ("__reduce__", "__reduce_ex__")):
+        return False
+    return not isinstance(value.__reduce_ex__(5), str)
 
 
 def _token(value: Tensor) -> int:
@@ -269,71 +366,10 @@ def _token(value: Tensor) -> int:
     return known[1]
 
 
-def content_digest(value: Any) -> int:
-    """Return a number that changes when a value that is not plain data changes, as far as that can be seen."""
-    digest = ValueDigest()
-    digest.feed_opaque(value)
-    return int(digest)
-
-
-def _function_name(value: Any, kind: type) -> Any:
-    if not is_subclass(kind, *_FUNCTIONS):
-        return ""
-    code = getattr(value, "__code__", None)
-    return [value.__module__, value.__qualname__, code.co_firstlineno if code else 0]
-
-
-def _visible_content(value: Any, kind: type) -> Any:
-    """Return something that shows whether a value without plain data changed in place; empty where nothing does.
-
-    Of an iterator it is the position, or another number each time if its type does not tell the position.
-    """
-    if is_subclass(kind, loader_iterator_type()):
-        return str(num_yielded(value))
-    if kind.__module__ == "multiprocessing.sharedctypes":
-        return repr(value.get_obj().value)
-    if is_subclass(kind, itertools.count):
-        return repr(value)
-    if is_subclass(kind, types.GeneratorType) and inspect.getgeneratorstate(value) != inspect.GEN_SUSPENDED:
-        return inspect.getgeneratorstate(value)
-    if kind.__module__ == "builtins" and hasattr(kind, "__length_hint__"):
-        return str(operator.length_hint(value, -1))
-    if kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__"):
-        return str(next(_never_twice))  # such as `map`, `itertools.cycle` or a generator between two of its values
-    if is_subclass(kind, np.memmap, mmap.mmap):
-        file = getattr(value, "filename", None)
-        return [str(Path(file).stat().st_mtime_ns) if file else "", _first_bytes(value)]
-    if is_subclass(kind, memoryview) or any(base.__module__ == "_ctypes" for base in kind.__mro__):
-        return bytes(memoryview(value).cast("B")[:MAX_BYTES])
-    if is_subclass(kind, Tensor):
-        return _tensor_parts(value)
-    if is_subclass(kind, np.ndarray):  # of objects, or a subclass
-        plain = np.asarray(value)
-        return plain.tolist() if plain.dtype.hasobject else plain, attribute_dict(value)
-    if kind is types.MappingProxyType:
-        return gc.get_referents(value)
-    library = kind.__module__.partition(".")[0]
-    if library in ("weakref", "_weakrefset"):
-        held = [(value(),)] if kind is ref else value.items() if hasattr(kind, "items") else zip(value)
-        return repr([(type_name(type(part)), id(part)) for entry in held for part in entry])
-    if library == "pandas" and kind.__name__ in ("DataFrame", "Series"):
-        columns = [column for _, column in value.items()] if value.ndim == 2 else [value]
-        return [*map(np.asarray, (*columns, value.index)), list(value.keys()), value.attrs]
-    return _SHOWN[library](value) if library in _SHOWN else ""
-
-
-def _first_bytes(value: Any) -> bytes:
-    return bytes(memoryview(value).cast("B")[:_MAPPED_BYTES])
-
-
-def _tensor_parts(value: Any) -> Any:
-    """Return the plain tensors of a quantized, nested or sparse one, or one of a subclass."""
+def _plain_parts(value: Any) -> Any:
+    """Return the plain tensors of a quantized, nested or sparse one."""
     if value.is_quantized:
         return value.dequantize()
     if value.is_nested:
         return list(value.unbind())
-    if value.layout is torch.sparse_coo:
-        return [value._indices(), value._values()]
-    if value.layout is not torch.strided:
-        return value.values()
-    return "" if type(value) is Tensor else value.detach().as_subclass(Tensor)
+    return [value._indices(), value._values()] if value.layout is torch.sparse_coo else value.values()

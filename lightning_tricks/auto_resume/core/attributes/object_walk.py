@@ -1,387 +1,273 @@
-"""A walk over objects and what they hold, which finds their attributes.
+"""Where attributes are looked for: in modules and what they register, in objects that are given, in the user's code.
 
-It also finds the states that the Trainer does not save: a teacher in a list, averaged weights in a callback, an
-optimizer that a module creates for itself.
+Of the user's code, these are attributes of classes, and the global variables that their methods and functions name.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
+from itertools import chain
 from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_tricks._torch_compat.modules import REGISTRIES, module_internals
 from lightning_tricks.auto_resume.core.attributes.attribute_access import (
     CELL_CONTENTS,
+    HANDLES,
     MISSING,
-    REQUIRES_GRAD,
     SCALARS,
-    TRAINING,
-    CannotRestoreError,
     attribute_dict,
     attributes,
     has_attributes,
     is_subclass,
-    labelled,
+    type_name,
 )
-from lightning_tricks.auto_resume.core.attributes.digests import ValueDigest
+from lightning_tricks.auto_resume.core.attributes.encoding import (
+    SkippedNames,
+    attributes_beside,
+    content_of,
+    has_identity,
+    is_held_object,
+    nothing_skipped,
+)
 from lightning_tricks.auto_resume.core.attributes.user_code import (
-    closure_variables,
+    CALLABLES,
     functions_of,
     global_names,
     held_parts,
-    is_callable_with_state,
-    is_never_walked,
-    is_stateful,
     is_user_class,
     is_user_module,
     is_users,
-    is_walkable,
 )
-from lightning_tricks.auto_resume.core.attributes.value_kinds import container_kind, is_mutable
+from lightning_tricks.auto_resume.core.attributes.value_kinds import container_kind
 
-STATE_KEY = "state_dict()"  # the name of an object's own state among its attributes
 MAX_OBJECTS = 20_000
-MAX_ENTRIES = 10_000  # of a container whose objects are walked
-MAX_OBJECT_DEPTH = 40  # attributes of attributes
-MAX_CONTAINER_DEPTH = 4  # containers in containers whose objects are walked
-
-_LEAVES = SCALARS | {Tensor, np.ndarray, bytes}  # they hold no objects that are walked
-
-SkippedNames = Callable[[Any], Collection[str]]
+MAX_ENTRIES = 10_000  # of a container in which objects are looked for
+_LEAVES = SCALARS | {Tensor, np.ndarray, bytes}  # they hold no objects
 
 
-def nothing_skipped(_: Any) -> Collection[str]:
-    """Skip no attribute."""
-    return ()
-
-
-@dataclass
+@dataclass(slots=True)
 class AttributeSlot:
     """One attribute.
 
     Attributes:
-        owner: The object that has it; None for a root that is a container.
+        owner: The object that has it; None for a root that has no attributes.
         owner_path: Path of the owner.
         name: Name of the attribute.
         value: Its value.
-        target: Path of the object that it holds, if that is walked; empty if not.
-        is_flag: Whether it is the mode of a module, or whether a parameter trains.
     """
 
     owner: Any
     owner_path: str
     name: str
     value: Any
-    target: str = ""
-    is_flag: bool = False
 
 
 @dataclass
 class ObjectWalk:
-    """What a walk over objects found: each object once, under the first path that leads to it.
+    """What a walk found.
 
     Attributes:
         skipped: Returns the names of attributes to leave out of an object.
-        with_code: Whether functions of the user's code are walked as well: what they are bound to, their closures and
-            default arguments, and the global variables that they name.
         slots: Path -> attribute.
-        owners: Path -> object.
+        owners: Path -> object that has them: roots, registered modules and parameters, and the user's code.
         modules: Path of each module that another one registers -> path of that one, and the name in it.
-        stateful: Path -> object with a `state_dict` and a `load_state_dict`: an object that is not a module, or the
-            tensors of a module that is neither registered by another one nor a root.
         tensors: Path -> parameter or buffer.
-        registered: Id of each parameter and buffer -> its path.
-        paths: Id of each object -> its path.
-        references: Id -> path of objects, parameters and buffers.
-        truncated: Paths of objects beyond the bounds on their number and depth.
-        has_models: Whether the model is among the roots: elsewhere, modules that functions name are left out.
+        references: Id -> path of what is saved elsewhere: registered modules and tensors, and what is given as known.
+        known: Path -> object that is given as known.
     """
 
     skipped: SkippedNames
-    with_code: bool = False
+    known: Mapping[str, Any] = field(default_factory=dict)
     slots: dict[str, AttributeSlot] = field(default_factory=dict)
     owners: dict[str, Any] = field(default_factory=dict)
     modules: dict[str, tuple[str, str]] = field(default_factory=dict)
-    stateful: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    registered: dict[int, str] = field(default_factory=dict)
-    paths: dict[int, str] = field(default_factory=dict)
     references: dict[int, str] = field(default_factory=dict)
-    truncated: list[str] = field(default_factory=list)
-    has_models: bool = False
-    _seen_functions: set[int] = field(default_factory=set)
-    _open_owners: set[int] = field(default_factory=set)
-    _seen_containers: set[int] = field(default_factory=set)
 
     @classmethod
-    def from_roots(cls, roots: Mapping[str, Any], skipped: SkippedNames, *, with_code: bool = False) -> ObjectWalk:
-        """Walk over objects, given by name."""
-        walk = cls(skipped, with_code)
-        walk.has_models = any(is_subclass(type(root), nn.Module) for root in roots.values())
-        for name, root in roots.items():
-            kind = type(root)
-            if kind in SCALARS or (is_never_walked(kind) and not is_subclass(kind, Optimizer)):
-                continue
-            if has_attributes(kind) and container_kind(kind) is None:
-                walk._visit(root, name, 0)
-            else:
-                walk._add_slot(AttributeSlot(None, name, "", root), name, 0)
-        walk.references = walk.registered | walk.paths
-        walk.slots = {path: slot for path, slot in walk.slots.items() if id(slot.value) not in walk.registered}
+    def from_roots(
+        cls,
+        roots: Mapping[str, Any],
+        skipped: SkippedNames = nothing_skipped,
+        *,
+        with_code: bool = False,
+        known: Mapping[str, Any] | None = None,
+    ) -> ObjectWalk:
+        """Walk over objects, given by name; `with_code` over the user's classes and global variables, too."""
+        walk = cls(skipped, known or {})
+        walk.references = {id(value): path for path, value in walk.known.items()}
+        for path, root in roots.items():
+            if is_subclass(type(root), nn.Module):
+                walk._add_module(root, path)
+            elif is_held_object(type(root)) or (has_attributes(type(root)) and container_kind(type(root)) is None):
+                walk._add_owner(root, path)
+            elif type(root) not in SCALARS and not is_subclass(type(root), *HANDLES):
+                walk.slots[path] = AttributeSlot(None, path, "", root)
+        if with_code:
+            has_models = any(is_subclass(type(root), nn.Module) for root in roots.values())
+            _CodeWalk(walk, has_models).visit(roots.values())
         return walk
 
-    def digest(self, value: Any, *, same_process: bool = True) -> ValueDigest:
-        """Return the digest of a value, in which walked objects, parameters and buffers count by their paths."""
-        return ValueDigest.of(value, self.references, same_process, lambda part: is_walkable(type(part)))
-
-    def _visit(self, value: Any, path: str, depth: int, *, is_part: bool = False) -> str:
-        """Walk over an object unless it was seen before; return its path, empty if it is beyond the bounds."""
-        if id(value) in self.paths:
-            return self.paths[id(value)]
-        if depth > MAX_OBJECT_DEPTH or len(self.owners) >= MAX_OBJECTS:
-            self.truncated.append(path)
-            return ""
-        self.paths[id(value)] = path
-        self.owners[path] = value
-        skipped = self.skipped(value)
-        if is_subclass(type(value), nn.Module):
-            if depth and not is_part and "state_dict" not in skipped:
-                self.stateful[path] = UnsavedModuleState(value, self.registered)
-            self._visit_module(value, path, depth, skipped)
-            if path in self.stateful:
-                self._add_flags(value, path, depth)
-            skipped = module_internals().union(skipped)
-        elif "state_dict" not in skipped and is_stateful(type(value)):
-            self.stateful[path] = value
-        self._visit_callable(value, path, depth)
-        for name, part in attributes(value):
-            if name not in skipped:
-                self._add_slot(AttributeSlot(value, path, name, part), f"{path}.{name}", depth + 1)
-        for kind in type(value).__mro__:
-            if id(kind) not in self.paths and is_user_class(kind):
-                self._visit_class(kind, f"{path}.{kind.__name__}", depth, skipped)
-        return path
-
-    def _visit_class(self, kind: type, path: str, depth: int, skipped: Collection[str]) -> None:
-        """Add the values that all objects of a class share and may change: its plain and its mutable ones."""
-        self.paths[id(kind)] = path
-        self.owners[path] = kind
-        for name, part in tuple(vars(kind).items()):
-            if not name.startswith("__") and name not in skipped and (type(part) in SCALARS or is_mutable(type(part))):
-                self._add_slot(AttributeSlot(kind, path, name, part), f"{path}.{name}", depth + 1)
-        for function in functions_of(kind) if self.with_code else ():
-            self._visit_callable(function, f"{path}.{function.__name__}", depth)
-
-    def _visit_callable(self, value: Any, path: str, depth: int) -> None:
-        """Add the values that a function, a method or a partial keeps."""
-        if not self.with_code or not is_callable_with_state(type(value)):
+    def _add_owner(self, value: Any, path: str, skipped: Collection[str] = ()) -> None:
+        """Add the attributes of an object unless it was met before."""
+        if self.references.setdefault(id(value), path) != path:
             return
-        if type(value) is FunctionType:
-            if id(value) in self._seen_functions or not is_users(value):
-                return
-            self._seen_functions.add(id(value))
-            self.owners[path] = value
-            for name, part in attributes(value):
-                if type(part) in SCALARS or is_mutable(type(part)):
-                    self._add_slot(AttributeSlot(value, path, name, part), f"{path}.{name}", depth + 1)
-            for name, cell in closure_variables(value):
-                self._visit_variables(cell, {CELL_CONTENTS}, f"{path}.{name}", depth)
-            self._visit_variables(sys.modules[value.__module__], global_names(value), "", depth)
-        for name, part in held_parts(value):
-            inner = f"{path}.{name}"
-            if is_callable_with_state(type(part)):
-                self._visit_callable(part, inner, depth + 1)
-            elif self._may_hold_state(part) and (is_walkable(type(part)) or is_mutable(type(part))):
-                self._add_slot(AttributeSlot(None, inner, "", part), inner, depth + 1)
+        self.owners[path] = value
+        left_out = {*skipped, *self.skipped(value)}
+        for name, part in attributes(value):
+            if name not in left_out:
+                self.slots[f"{path}.{name}"] = AttributeSlot(value, path, name, part)
 
-    def _visit_variables(self, owner: Any, names: Collection[str], path: str, depth: int) -> None:
-        """Add the variable of a closure's cell, or those of the user's modules that have some names."""
-        is_module = type(owner) is ModuleType
-        path = self.paths.setdefault(id(owner), f"globals.{owner.__name__}" if is_module else path)
-        self.owners[path] = owner
-        own, skipped = dict(attributes(owner)), self.skipped(owner)
-        self._open_owners.add(id(owner))  # modules may import each other
-        for name in sorted(own.keys() & names):
-            value, inner = own[name], f"{path}.{name}"
-            if name in skipped or name.startswith("__") or inner in self.slots:
-                continue
-            if is_subclass(type(value), ModuleType):  # packages that import their parts later are subclasses
-                if is_user_module(value.__name__) and id(value) not in self._open_owners:
-                    self._visit_variables(value, names, "", depth)
-            elif type(value) is FunctionType:
-                self._visit_callable(value, inner, depth + 1)
-            elif is_subclass(type(value), type):
-                if is_user_class(value) and id(value) not in self.paths:
-                    self._visit_class(value, inner, depth, ())
-            elif self._may_hold_state(value):
-                self._add_slot(AttributeSlot(owner, path, name, value), inner, depth + 1)
-        self._open_owners.discard(id(owner))
-
-    def _may_hold_state(self, value: Any) -> bool:
-        """Whether a function's value is tracked here: models only with the model, and nothing of this package."""
-        if str(type(value).__module__).startswith("lightning_tricks."):
-            return False
-        return self.has_models or not is_subclass(type(value), nn.Module)
-
-    def _visit_module(self, module: Any, path: str, depth: int, skipped: Collection[str]) -> None:
-        own = attribute_dict(module) or {}
+    def _add_module(self, module: Any, path: str) -> None:
+        """Add a module with all that it registers."""
+        if id(module) in self.references:
+            return
+        self._add_owner(module, path, module_internals())
+        own, left_out = attribute_dict(module) or {}, self.skipped(module)
         *tensors, modules = (own.get(kind, {}) for kind in REGISTRIES)
-        for registry in tensors:
-            for name, part in registry.items():
-                if part is not None:
-                    inner = f"{path}.{name}"
-                    self.registered.setdefault(id(part), inner)
-                    self.tensors[inner] = part
-        for name, child in modules.items():
-            if child is not None and name not in skipped:
+        for name, part in ((name, part) for registry in tensors for name, part in registry.items()):
+            if part is not None:
                 inner = f"{path}.{name}"
-                if self._visit(child, inner, depth + 1, is_part=True) == inner:
+                self.tensors[inner] = part
+                if beside := attributes_beside(part):  # such as a mask that the user gave a parameter
+                    self.owners[inner] = part
+                    for to, value in beside:
+                        self.slots[f"{inner}.{to}"] = AttributeSlot(part, inner, to, value)
+                self.references.setdefault(id(part), inner)
+        for name, child in modules.items():
+            if child is not None and name not in left_out:
+                inner = f"{path}.{name}"
+                self._add_module(child, inner)
+                if self.references[id(child)] == inner:
                     self.modules[inner] = path, name
 
-    def _add_flags(self, module: Any, path: str, depth: int) -> None:
-        """Add the modes and frozen parameters of a module that no other one registers: nobody else restores them."""
-        for parts, known, flag in (
-            (module.named_modules(), self.paths, TRAINING),
-            (module.named_parameters(), self.registered, REQUIRES_GRAD),
-        ):
-            for name, part in parts:
-                inner, value = f"{path}.{name}".removesuffix("."), getattr(part, flag, None)  # frozen scripts have none
-                if known.get(id(part)) == inner:
-                    self._add_slot(AttributeSlot(part, inner, flag, value, is_flag=True), f"{inner}.{flag}", depth + 1)
 
-    def _add_slot(self, slot: AttributeSlot, path: str, depth: int) -> None:
-        """Add an attribute, and walk over what it holds."""
-        self.slots[path] = slot
-        if type(slot.value) not in SCALARS:
-            slot.target = self._visit_value(slot.value, path, depth, 0)
+class _CodeWalk:
+    """Looks through values for objects and functions of the user, and adds the variables of their code to a walk.
 
-    def _visit_value(self, value: Any, path: str, depth: int, nested: int) -> str:
-        """Walk over the value of an attribute, or an entry of a container; return the path of an object."""
+    Args:
+        walk: The walk.
+        has_models: Whether the model is among the roots: elsewhere, modules that functions name are left out.
+    """
+
+    def __init__(self, walk: ObjectWalk, has_models: bool) -> None:
+        self._walk, self._has_models = walk, has_models
+        self._seen = set[Any]()
+        self._functions = list[FunctionType]()
+
+    def visit(self, roots: Iterable[Any]) -> None:
+        """Visit what the roots and the attributes hold, and then the code, which may name more."""
+        pending = [*roots, *self._walk.owners.values()]
+        known = 0
+        while True:
+            slots = [*self._walk.slots.values()][known:]  # those that the code has added
+            known += len(slots)
+            pending += [slot.value for slot in slots]
+            while pending and len(self._seen) < MAX_OBJECTS:
+                pending += self._parts_of(pending.pop())
+            if not self._functions:
+                return
+            functions, self._functions = self._functions, []
+            for function in functions:
+                self._add_variables(sys.modules[function.__module__], global_names(function.__code__))
+
+    def _parts_of(self, value: Any) -> Iterable[Any]:
+        """Return what a value holds, unless it was visited; note its code."""
         kind = type(value)
-        if is_walkable(kind):
-            return self._visit(value, path, depth)
-        if is_callable_with_state(kind):
-            self._visit_callable(value, path, depth)
-        elif container_kind(kind) is not None:
-            self._visit_container(value, path, depth, nested)
-        elif has_own_state_dict(kind) or (not nested and is_stateful(kind)):
-            self._add_stateful(value, path)
-        return ""
+        if kind in _LEAVES or id(value) in self._seen:
+            return ()
+        if is_subclass(kind, nn.Module) and not self._has_models:
+            return ()
+        self._seen.add(id(value))
+        if (container := container_kind(kind)) is not None:
+            if container.container.__len__(value) > MAX_ENTRIES or (
+                not container.is_keyed and _LEAVES.issuperset(map(type, _entries_of_rows(value)))
+            ):
+                return ()
+            return [part for _, part in container.entries(value)] if container.has_order else ()
+        if is_subclass(kind, *CALLABLES):
+            if kind is FunctionType and is_users(value):
+                self._functions.append(value)
+            return [content_of(part) for _, part in held_parts(value)]
+        if is_subclass(kind, nn.Module):
+            parts = [part for one in value.modules() for part in (one, *dict(attributes(one)).values())]
+            self._add_classes(kind)
+            return parts
+        place = self._walk.references.get(id(value))
+        if place not in self._walk.owners if place else not is_held_object(kind):  # such as the Trainer
+            return ()
+        self._add_classes(kind)
+        left_out = self._walk.skipped(value)
+        return [part for name, part in attributes(value) if name not in left_out]
 
-    def _visit_container(self, value: Any, path: str, depth: int, nested: int) -> None:
-        """Walk over the objects in a container and in containers in it, and the attributes of subclasses of these."""
-        container: Any = container_kind(type(value))
-        is_subclassed = container.container is not type(value) and has_attributes(type(value))
-        if is_subclassed and id(value) not in self._seen_containers and attribute_dict(value) is not value:
-            self._seen_containers.add(id(value))
-            inner = f"{path}.__dict__"
-            self.owners[inner] = value
-            for name, part in attributes(value):
-                self._add_slot(AttributeSlot(value, inner, name, part), f"{inner}.{name}", depth + 1)
-        is_searched = nested <= MAX_CONTAINER_DEPTH and container.has_order
-        if not is_searched or container.container.__len__(value) > MAX_ENTRIES:
-            return
-        pairs = list(container.entries(value))
-        if _LEAVES.issuperset(type(part) for _, part in pairs):
-            return
-        names = self.registered | self.paths if container.is_keyed else {}
-        labels = labelled((key for key, _ in pairs), names) if container.is_keyed else map(str, range(len(pairs)))
-        for (_, part), label in zip(pairs, labels, strict=True):
-            kind = type(part)
-            if not (kind in _LEAVES or (kind in (list, tuple) and _LEAVES.issuperset(map(type, part)))):
-                self._visit_value(part, f"{path}.{label}", depth, nested + 1)
+    def _add_classes(self, kind: type) -> None:
+        for base in kind.__mro__:
+            if id(base) not in self._seen and is_user_class(base) and not is_subclass(base, Enum):
+                self._seen.add(id(base))
+                self._add_class(base)
 
-    def _add_stateful(self, value: Any, path: str) -> None:
-        """Add an object that is not walked, by its state."""
-        if "state_dict" not in self.skipped(value) and id(value) not in self.paths:
-            self.paths[id(value)] = path
-            self.stateful[path] = InPlaceOptimizerState(value) if is_subclass(type(value), Optimizer) else value
+    def _add_class(self, kind: type) -> None:
+        """Add the values that all objects of a class share and may change: its plain and its mutable ones."""
+        path = type_name(kind)
+        while path in self._walk.owners:
+            path += "'"  # another class of the same name
+        self._walk.owners[path] = kind
+        for name, part in tuple(vars(kind).items()):
+            if not name.startswith("__") and (type(part) in SCALARS or has_identity(type(part))):
+                self._walk.slots[f"{path}.{name}"] = AttributeSlot(kind, path, name, part)
+        for function in functions_of(kind):
+            if is_users(function):
+                self._add_function(function, f"{path}.{function.__name__}")
 
+    def _add_function(self, function: FunctionType, path: str) -> None:
+        """Add the variables of a function's closure, and its default arguments, which change in place."""
+        self._seen.add(id(function))
+        self._functions.append(function)
+        self._walk.owners[path] = function
+        for name, part in vars(function).items():
+            if not name.startswith("__"):  # as functools.wraps sets one
+                self._walk.slots[f"{path}.{name}"] = AttributeSlot(function, path, name, part)
+        for name, part in held_parts(function):
+            value, inner = content_of(part), f"{path}.{name}"
+            if part is value:
+                self._walk.slots.setdefault(inner, AttributeSlot(None, inner, "", value))
+            elif value is not MISSING and not is_subclass(type(value), type, ModuleType):
+                self._walk.owners[inner] = part
+                self._walk.slots[f"{inner}.{CELL_CONTENTS}"] = AttributeSlot(part, inner, CELL_CONTENTS, value)
 
-class UnsavedModuleState:
-    """The parameters and buffers of a module that are saved nowhere else.
-
-    Args:
-        module: The module.
-        saved: Ids of tensors that are saved elsewhere.
-    """
-
-    def __init__(self, module: nn.Module, saved: Collection[int]) -> None:
-        self._module, self._saved = module, frozenset(saved)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the tensors, including non-persistent buffers."""
-        return {name: tensor.detach() for name, tensor in self.tensors().items()}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Copy saved values into the tensors.
-
-        Raises:
-            CannotRestoreError: If a tensor is missing or has another shape.
-        """
-        own = self.tensors()
-        for name, value in state.items():
-            if name not in own or own[name].shape != value.shape:
-                raise CannotRestoreError(f"it has no tensor {name} of shape {tuple(value.shape)}")
-        with torch.no_grad():
-            for name, value in state.items():
-                own[name].copy_(value)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors themselves: name -> tensor."""
-        tensors = {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
-        return {
-            name: tensor
-            for name, tensor in tensors.items()
-            if id(tensor) not in self._saved and not is_lazy(tensor) and tensor.device.type != "meta"
-        }
-
-
-class InPlaceOptimizerState:
-    """An optimizer whose state is replaced in place, as other objects may share it.
-
-    Args:
-        optimizer: The optimizer.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the optimizer."""
-        return self._optimizer.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state into the dicts that the optimizer has, where `Optimizer.load_state_dict` would set new ones."""
-        optimizer = self._optimizer
-        groups, kept = optimizer.param_groups, optimizer.state
-        optimizer.load_state_dict(state)
-        for group, loaded in zip(groups, optimizer.param_groups, strict=True):
-            group.update(loaded)
-        loaded_state = dict(optimizer.state)
-        kept.clear()
-        kept.update(loaded_state)
-        optimizer.param_groups, optimizer.state = groups, kept
+    def _add_variables(self, module: ModuleType, names: frozenset[str]) -> None:
+        """Add the variables of a module of the user that have some names."""
+        path = f"globals.{module.__name__}"
+        own, left_out = vars(module), self._walk.skipped(module)
+        for name in sorted(own.keys() & names - {*left_out}):
+            value, inner = own[name], f"{path}.{name}"
+            if (
+                name.startswith("__")
+                or inner in self._walk.slots
+                or str(type(value).__module__).startswith("lightning_tricks.")
+            ):
+                continue
+            if is_subclass(type(value), ModuleType):  # packages that import their parts later are subclasses
+                if is_user_module(value.__name__) and (id(value), *sorted(names)) not in self._seen:
+                    self._seen.add((id(value), *sorted(names)))
+                    self._add_variables(value, names)
+            elif type(value) is FunctionType:
+                if id(value) not in self._seen and is_users(value):
+                    self._add_function(value, inner)
+            elif is_subclass(type(value), type):
+                self._add_classes(value)
+            elif self._has_models or not is_subclass(type(value), nn.Module):
+                self._walk.owners[path] = module
+                self._walk.slots[inner] = AttributeSlot(module, path, name, value)
 
 
-def has_own_state_dict(kind: type) -> bool:
-    """Whether objects of a type are tracked by their states alone: optimizers and schedulers."""
-    return is_subclass(kind, Optimizer, LRScheduler)
-
-
-def get_state(stateful: Any) -> Any:
-    """Return the state of an object; `MISSING` if it raises."""
-    try:
-        return stateful.state_dict()
-    except Exception:  # user code
-        return MISSING
+def _entries_of_rows(value: Any) -> Iterable[Any]:
+    """Return what the tuples in a container hold; its entries if there are others."""
+    return chain.from_iterable(value) if set(map(type, value)) == {tuple} else value

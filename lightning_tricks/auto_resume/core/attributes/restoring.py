@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -10,35 +10,45 @@ from torch import nn
 from lightning_tricks._torch_compat.modules import module_internals
 from lightning_tricks.auto_resume.core.attributes.attribute_access import (
     MISSING,
+    SCALARS,
     CannotRestoreError,
+    attribute_dict,
+    attributes,
     delete_attribute,
     find_class,
     is_subclass,
+    labelled,
     set_attribute,
     type_name,
 )
-from lightning_tricks.auto_resume.core.attributes.encoding import Decoder
-from lightning_tricks.auto_resume.core.attributes.object_walk import (
+from lightning_tricks.auto_resume.core.attributes.encoding import (
     STATE_KEY,
-    AttributeSlot,
-    ObjectWalk,
+    Decoder,
     SkippedNames,
+    content_of,
+    is_held_object,
+    load_state,
     nothing_skipped,
 )
-from lightning_tricks.auto_resume.core.attributes.user_code import can_be_rebuilt
-from lightning_tricks.auto_resume.core.attributes.value_kinds import replace_contents
+from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk
+from lightning_tricks.auto_resume.core.attributes.user_code import CALLABLES, can_be_rebuilt, held_parts
+from lightning_tricks.auto_resume.core.attributes.value_kinds import container_kind, is_mutable
 
 
 def restore_changes(
-    roots: Mapping[str, Any], changes: Mapping[str, Any], *, skipped: SkippedNames = nothing_skipped
+    roots: Mapping[str, Any],
+    changes: Mapping[str, Any],
+    *,
+    skipped: SkippedNames = nothing_skipped,
+    known: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
     """Restore in objects the attributes that their equals had in another process.
 
-    What changed in place there changes in place here, as far as size and type allow; what was set there is set here,
-    and attributes that shared a value share it again, also with an entry of a container. Two containers that share an
-    entry which is not an attribute do not. An object that was created in the fit is created again from its attributes,
-    if its class is plain Python, has no `__del__`, and is known in the module of the class that holds it. Of the user's
-    code only `load_state_dict` is called.
+    What this process has is filled in place, as far as size and type allow, so attributes, views and optimizers that
+    share it see the change; unless something that keeps its value shares it, too. Attributes that came to share a value
+    share it again, also with an entry of a container. An object that was created in the fit is created again from its
+    attributes, if its class is plain Python, has no `__del__`, and is known in the module of the class that holds it.
+    Of the user's code only `load_state_dict` is called.
 
     Where both processes keep what a clock showed since they began, each keeps its own: a timer of another process is
     not this one's. Such are readings of `time.time()`, `time.monotonic()` and `time.perf_counter()`.
@@ -47,124 +57,164 @@ def restore_changes(
         roots: Fresh objects, by the names that they had.
         changes: What `AttributeTracker.changes` returned, possibly saved and read by `load_plain_data`.
         skipped: What `AttributeTracker` was given.
+        known: Objects that are saved elsewhere, by path.
 
     Returns:
         Path -> why the attribute could not be restored.
     """
-    values, restoration = changes["values"], _Restoration(roots, skipped)
-    own_states = [path for path, change in values.items() if change["name"] == STATE_KEY]
-    kinds = {path: "" if path in own_states else _kind(change) for path, change in values.items()}
-    others = [path for path in values if path not in own_states and kinds[path] != "same"]
-    # in this order: values; what shares a value; states of whole objects
-    for restore, paths in (
-        (restoration.set_value, sorted(others, key=lambda path: _refers(values[path]["value"], values))),
-        (restoration.share_value, [path for path in values if kinds[path] == "same"]),
-        (restoration.load_state, own_states),
-    ):
-        for path in paths:
-            restoration.attempt(restore, path, values[path])
-    return restoration.failed
+    failed, values = dict[str, str](), changes["values"]
+    for _ in range(2):  # what is restored may bring classes and functions with variables of their own
+        restoration = _Restoration(ObjectWalk.from_roots(roots, skipped, with_code=True, known=known), values)
+        for path, change in values.items():
+            restoration.attempt(path, change)
+        failed |= restoration.failed
+        values = restoration.left
+        if not values:
+            break
+    return failed | {change["of"]: "it does not exist in this run" for change in values.values()}
 
 
-def _refers(encoded: Any, paths: Collection[str]) -> bool:
-    """Whether a container shares an entry with an attribute of some paths, which has to be restored before it."""
-    if isinstance(encoded, Mapping):
-        is_reference = encoded.get("kind") == "same" and encoded["path"] in paths
-        return is_reference or any(_refers(part, paths) for part in encoded.values())
-    return isinstance(encoded, list | tuple) and any(_refers(part, paths) for part in encoded)
-
-
-def _kind(change: Mapping[str, Any]) -> str:
-    value = change["value"]
-    return str(value.get("kind", "")) if isinstance(value, dict) else ""
-
-
-class _Restoration(Decoder):
+class _Restoration:
     """Restores changes one after another, and finds the values that they refer to in this process.
 
+    Args:
+        walk: A walk over the objects of this process.
+        values: Path -> change.
+
     Attributes:
-        walk: A walk over the objects as they are now.
         failed: Path -> why the attribute could not be restored.
+        left: Path -> change of an object that this process does not have.
     """
 
-    def __init__(self, roots: Mapping[str, Any], skipped: SkippedNames) -> None:
-        super().__init__()
-        self._roots, self._skipped = roots, skipped
-        self._owner: Any = None
-        self.walk, self._is_outdated = ObjectWalk.from_roots(roots, skipped, with_code=True), False
-        self.names = self.walk.references
-        self.failed = dict[str, str]()
+    def __init__(self, walk: ObjectWalk, values: Mapping[str, Any]) -> None:
+        self.walk, self._values = walk, values
+        self.failed, self.left = dict[str, str](), dict[str, Any]()
+        self._kept = _identities_in([slot.value for path, slot in walk.slots.items() if path not in values])
+        self._decoder = Decoder(self._find, self._may_fill, _rebuild, walk.skipped, walk.references)
 
-    def attempt(self, restore: Callable[[str, Any], None], path: str, change: Any) -> None:
+    def attempt(self, path: str, change: Any) -> None:
         """Restore a change, or note in `failed` why that is not possible."""
-        owner, walk = change["of"], self.walk
-        if any(owner == known or owner.startswith(f"{known}.") for known in self.failed):
+        owner_path, name = change["of"], change["name"]
+        try:
+            owner = self._owner(owner_path, name)
+        except CannotRestoreError:
+            self.left[path] = change
             return
-        slot = walk.slots.get(path)
-        flag = slot if slot is not None and slot.is_flag and change["name"] == slot.name else None
-        is_there = flag or owner in walk.owners or (change["name"] == STATE_KEY and owner in walk.stateful)
-        if not is_there and (change["name"] or owner not in walk.slots):
-            self.failed[owner] = "it does not exist in this run"
-            return
-        self._owner = flag.owner if flag else walk.owners.get(owner)
-        internals = module_internals() if is_subclass(type(self._owner), nn.Module) else ()
-        if owner in walk.owners and change["name"] in (*self._skipped(self._owner), *internals) and not flag:
+        internals = module_internals() if is_subclass(type(owner), nn.Module) else ()
+        if name in (*self.walk.skipped(owner), *internals) and name != "training":
             self.failed[path] = "it is an internal attribute of its class"
             return
         try:
-            restore(path, change)
+            self._restore(path, owner, name, change["value"])
         except CannotRestoreError as error:
             self.failed[path] = f"{error}"
         except Exception as error:  # the changes come from a file, and the objects run user code
             self.failed[path] = f"{type(error).__name__}: {error}"
-        if self._is_outdated:
-            self.walk, self._is_outdated = ObjectWalk.from_roots(self._roots, self._skipped, with_code=True), False
 
-    def set_value(self, path: str, change: Any) -> None:
-        """Fill, set or delete the value of an attribute."""
-        walk, name = self.walk, change["name"]
-        slot = walk.slots.get(path)
-        present = MISSING if slot is None else slot.value
-        if _kind(change) == "initial":
+    def _owner(self, path: str, name: str) -> Any:
+        """Return the object that has an attribute; None for a value that no attribute holds.
+
+        Raises:
+            CannotRestoreError: If this process has none.
+        """
+        if path in self.walk.owners:
+            return self.walk.owners[path]
+        slot = self.walk.slots.get(path)
+        return None if slot is not None and not name else self._find(path)
+
+    def _restore(self, path: str, owner: Any, name: str, encoded: Any) -> None:
+        if name == STATE_KEY:  # in a checkpoint of an earlier format
+            load_state(owner, Decoder().decode(encoded))
             return
-        if _kind(change) == "deleted":
+        slot = self.walk.slots.get(path)
+        present = slot.value if slot is not None else dict(attributes(owner)).get(name, MISSING)
+        kind = encoded.get("kind") if isinstance(encoded, dict) else ""
+        if kind == "deleted":
             if present is not MISSING:
-                delete_attribute(self._owner, name)
+                delete_attribute(owner, name)
             return
-        value = self.decode(change["value"], present, path)
-        if slot is not None and slot.is_flag:  # which parameters and compiled modules keep elsewhere
-            setattr(slot.owner, slot.name, bool(value))
+        if kind == "initial":  # likewise
             return
-        if value is present or ((change["in_place"] or not name) and replace_contents(present, value)):
+        self._decoder.owners[:] = [owner]
+        value = self._decoder.decode(encoded, present, path)
+        if value is present:
             return
         if not name:
             raise CannotRestoreError(f"it is a {type_name(type(present))} that cannot be replaced in place")
-        set_attribute(self._owner, name, value)
-        walk.slots[path] = AttributeSlot(self._owner, change["of"], name, value)
+        set_attribute(owner, name, value)
 
-    def share_value(self, path: str, change: Any) -> None:
-        """Set an attribute to the value of another one."""
-        set_attribute(self._owner, change["name"], self.known(change["value"]["path"]))
+    def _may_fill(self, value: Any) -> bool:
+        return id(value) not in self._kept
 
-    def load_state(self, path: str, change: Any) -> None:
-        """Load the state of a whole object."""
-        self.walk.stateful[change["of"]].load_state_dict(Decoder().decode(change["value"]))
+    def _find(self, path: str) -> Any:
+        """Return the value at a path of this process.
 
-    def known(self, path: str) -> Any:
-        """Return the value that a change refers to by its path."""
-        for known in (self.made, self.walk.owners, self.walk.tensors):
+        Raises:
+            CannotRestoreError: If there is none.
+        """
+        for known in (self.walk.owners, self.walk.tensors, self.walk.known):
             if path in known:
                 return known[path]
-        return self.walk.slots[path].value if path in self.walk.slots else super().known(path)
+        if path in self.walk.slots:
+            slot = self.walk.slots[path]  # which may have been restored
+            return slot.value if slot.owner is None else dict(attributes(slot.owner)).get(slot.name, slot.value)
+        outer = max((known for known in self.walk.slots if path.startswith(f"{known}.")), key=len, default="")
+        if outer:
+            return _inside(self._find(outer), path[len(outer) + 1 :], self.walk.references)
+        raise CannotRestoreError(f"it refers to {path}, which does not exist")
 
-    def rebuild(self, name: str) -> Any:
-        """Return a new object of a class that the module of its owner knows."""
-        kind = find_class(name if "." in name else f"__main__.{name}", object)
-        if not can_be_rebuilt(kind, self._owner):
-            return super().rebuild(name)
-        self._is_outdated = True
-        return object.__new__(kind)
 
-    def note_made(self) -> None:
-        """Walk over the objects again before the next change."""
-        self._is_outdated = True
+def _inside(value: Any, path: str, names: Mapping[int, str]) -> Any:
+    """Return what lies in a value under a path; labels may have dots."""
+    for label, part in _parts_of(value, names):
+        if label == path:
+            return part
+        if path.startswith(f"{label}."):
+            return _inside(part, path[len(label) + 1 :], names)
+    raise CannotRestoreError(f"it refers to {path}, which does not exist")
+
+
+def _parts_of(value: Any, names: Mapping[int, str]) -> list[tuple[str, Any]]:
+    """Return what lies in a container, an object or a function, by the labels that `Encoder` gives."""
+    kind = type(value)
+    if (found := container_kind(kind)) is not None:
+        pairs = list(found.entries(value))
+        labels = labelled((key for key, _ in pairs), names) if found.is_keyed else map(str, range(len(pairs)))
+        return [(label, part) for label, (_, part) in zip(labels, pairs, strict=True)] if found.has_order else []
+    if is_subclass(kind, *CALLABLES):
+        return [(name, content_of(part)) for name, part in held_parts(value)]
+    if is_subclass(kind, nn.Module):
+        parts = {**dict(value.named_parameters()), **dict(value.named_buffers()), **dict(value.named_modules())}
+        return [*parts.items(), *attributes(value)]
+    return attributes(value) if is_held_object(kind) else []
+
+
+def _identities_in(values: list[Any]) -> set[int]:
+    """Return the ids of all mutable values that some values hold, and of themselves."""
+    seen, pending = set[int](), values
+    while pending:
+        value = pending.pop()
+        kind = type(value)
+        if kind in SCALARS or id(value) in seen:
+            continue
+        if is_mutable(kind) or is_held_object(kind):
+            seen.add(id(value))
+        found = container_kind(kind)
+        if found is not None:
+            if not SCALARS.issuperset(map(type, found.container.__iter__(value))) or found.is_keyed:
+                pending += [part for _, part in found.entries(value)]
+        elif is_held_object(kind):
+            pending += (attribute_dict(value) or {}).values()
+    return seen
+
+
+def _rebuild(name: str, owners: list[Any]) -> Any:
+    """Return a new object of a class that the module of an owner knows.
+
+    Raises:
+        CannotRestoreError: If that is not possible without running code of the class.
+    """
+    kind = find_class(name if "." in name else f"__main__.{name}", object)
+    if not can_be_rebuilt(kind, owners):
+        raise CannotRestoreError(f"it contains a {name}, which is not plain data")
+    return object.__new__(kind)

@@ -18,6 +18,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
+from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any
 
 import numpy as np
@@ -29,10 +30,19 @@ from lightning_tricks.auto_resume.core.attributes.attribute_access import (
     find_class,
     is_subclass,
     remembered_by_type,
+    type_name,
 )
 
 # also those without data, and of other classes
-_MUTABLE = (Tensor, np.ndarray, torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_MUTABLE = (
+    Tensor,
+    np.ndarray,
+    torch.Generator,
+    random.Random,
+    np.random.Generator,
+    np.random.RandomState,
+    SynchronizedBase,
+)
 _BIT_GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
 _MAX_SPAWNED, _MAX_SEEDS = 2**20, 64  # generators that another one has spawned, and numbers in a pool of seeds
 _FACTORIES = {kind.__name__: kind for kind in (list, dict, set, int, float, str, bool, tuple, deque, Counter)}
@@ -203,13 +213,21 @@ def _scalar(name: str, kinds: tuple[type, ...], write: Callable[[Any], Any], rea
     return ValueKind(name, kinds, lambda value: {"value": write(value)}, lambda parts, present: read(parts["value"]))
 
 
+def has_data(value: Tensor) -> bool:
+    """Whether a tensor can be read: not on the meta device, nor after FSDP2 freed the weights that it had gathered."""
+    # to read what was freed (`untyped_storage().resize_(0)`) ends the process, without an error
+    is_plain = type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_nested
+    return value.device.type != "meta" and (not is_plain or value.numel() == 0 or value.data_ptr() != 0)
+
+
 def _take_tensor(value: Any) -> dict[str, Any]:
     """Return the data of a tensor on the CPU, and where it was."""
-    if value.is_quantized or value.device.type == "meta" or value.is_nested:
+    if value.is_quantized or value.is_nested or not has_data(value):
         raise CannotRestoreError("it has no plain data")
     data = value.detach().resolve_conj().resolve_neg()
     data = data.cpu() if data.device.type != "cpu" else data.clone()  # a view would save the whole storage
-    return {"data": data, "device": value.device.type, "requires_grad": value.requires_grad and value.is_leaf}
+    parts = {"data": data, "device": value.device.type, "requires_grad": value.requires_grad and value.is_leaf}
+    return parts if not value.is_leaf or value.grad is None else {**parts, "grad": value.grad}
 
 
 def _make_tensor(parts: Any, present: Any) -> Tensor:
@@ -291,20 +309,27 @@ def _as_tensor(data: bytes) -> Tensor:
 
 def _take_generator(value: Any) -> dict[str, Any]:
     """Return which random generator it is, its state, and the seeds of which it spawns others."""
-    kind = type(value)
+    kind, parts = type(value), {}
+    if kind not in _GENERATOR.types and not is_subclass(kind, np.random.BitGenerator):
+        parts = {"class": type_name(kind)}
     if kind is torch.Generator:
         return {"type": f"torch {value.device}", "state": value.get_state()}
-    if kind is random.Random:
-        return {"type": "random", "state": value.getstate()}
-    if kind is np.random.RandomState:
-        return {"type": f"legacy {type(value._bit_generator).__name__}", "state": value.get_state(legacy=False)}
-    bits = value.bit_generator if kind is np.random.Generator else value
-    library = "numpy" if kind is np.random.Generator else "bits"
+    if is_subclass(kind, random.Random):
+        return {**parts, "type": "random", "state": random.Random.getstate(value)}
+    if is_subclass(kind, np.random.RandomState):
+        state = np.random.RandomState.get_state(value, legacy=False)
+        return {**parts, "type": f"legacy {type(value._bit_generator).__name__}", "state": state}
+    bits = value.bit_generator if is_subclass(kind, np.random.Generator) else value
+    library = "numpy" if bits is not value else "bits"
     seeds = bits.seed_seq.state if type(bits.seed_seq) is np.random.SeedSequence else None
-    return {"type": f"{library} {type(bits).__name__}", "state": bits.state, "seeds": seeds}
+    return {**parts, "type": f"{library} {type(bits).__name__}", "state": bits.state, "seeds": seeds}
 
 
 def _make_generator(parts: Any, present: Any) -> Any:
+    if "class" in parts and type_name(type(present)) != parts["class"]:
+        raise CannotRestoreError(f"it contains a {parts['class']}, which cannot be created from its state")
+    if is_generator(present) and _continue_generator(present, parts):
+        return present
     library, _, which = parts["type"].partition(" ")
     if library in ("numpy", "legacy", "bits") and which not in _BIT_GENERATORS:
         raise CannotRestoreError(f"NumPy's bit generator {which} is not supported")
@@ -320,25 +345,27 @@ def _make_generator(parts: Any, present: Any) -> Any:
     return made
 
 
-def _fill_generator(target: Any, value: Any) -> None:
-    own, parts = _take_generator(target), _take_generator(value)
-    seeds, wanted = own.get("seeds") or {}, parts.get("seeds") or {}
+def _continue_generator(present: Any, parts: Any) -> bool:
+    """Let a generator of the same type and seeds continue from a state; return whether that is possible."""
+    own = _take_generator(present)
+    seeds, wanted = dict(own.get("seeds") or {}), dict(parts.get("seeds") or {})
     more = wanted.pop("n_children_spawned", 0) - seeds.pop("n_children_spawned", 0)
     if own["type"] != parts["type"] or seeds != wanted or not 0 <= more <= _MAX_SPAWNED:
-        raise ValueError("of another type, or of other seeds")
+        return False
     if more:
-        getattr(target, "bit_generator", target).seed_seq.spawn(more)
-    _set_state(target, parts["state"])
+        getattr(present, "bit_generator", present).seed_seq.spawn(more)
+    _set_state(present, parts["state"])
+    return True
 
 
 def _set_state(value: Any, state: Any) -> None:
     kind = type(value)
-    if kind is random.Random:
-        value.setstate(state)
-    elif kind in (torch.Generator, np.random.RandomState):
+    if is_subclass(kind, random.Random):
+        random.Random.setstate(value, state)
+    elif is_subclass(kind, torch.Generator, np.random.RandomState):
         value.set_state(state)
     else:
-        (value.bit_generator if kind is np.random.Generator else value).state = state
+        (value.bit_generator if is_subclass(kind, np.random.Generator) else value).state = state
 
 
 def _make_seeds(state: Any) -> Any:
@@ -369,13 +396,27 @@ def _take_member(value: Any) -> dict[str, str]:
     return {"class": f"{kind.__module__}.{kind.__qualname__}", "name": str(value._name_)}
 
 
+def _shared_bytes(value: Any) -> memoryview:
+    """Return the memory of a `multiprocessing.Value` or `Array`."""
+    return memoryview(value.get_obj()).cast("B")
+
+
+def _fill_shared(parts: Any, present: Any) -> Any:
+    """Write into the memory that this process shares with others: only a process that owns it can create it."""
+    data = parts["data"].numpy()
+    if not is_subclass(type(present), SynchronizedBase) or _shared_bytes(present).nbytes != len(data):
+        raise CannotRestoreError("it is memory of another size, or none, in this run")
+    with present.get_lock():
+        _shared_bytes(present)[:] = data.tobytes()
+    return present
+
+
 _GENERATOR = ValueKind(
     "generator",
     (torch.Generator, random.Random, np.random.Generator, np.random.RandomState),
     _take_generator,
     _make_generator,
-    _fill_generator,
-    bases=(np.random.BitGenerator,),
+    bases=(random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator),
 )
 VALUE_KINDS: tuple[ValueKind, ...] = (
     *(_container(base) for base in (OrderedDict, Counter)),  # the special ones first
@@ -396,6 +437,13 @@ VALUE_KINDS: tuple[ValueKind, ...] = (
         "bytearray", (bytearray,), _take_bytes, lambda parts, present: bytearray(parts["data"].numpy()), _fill_all
     ),
     _GENERATOR,
+    ValueKind(
+        "shared",
+        (),
+        lambda value: {"data": _as_tensor(bytes(_shared_bytes(value)))},
+        _fill_shared,
+        bases=(SynchronizedBase,),
+    ),
     ValueKind("enum", (), _take_member, _make_member, bases=(enum.Enum,)),
     _scalar("int", (int,), hex, lambda text: int(text, 16)),
     _scalar("complex", (complex,), lambda value: [value.real, value.imag], lambda parts: complex(*parts)),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import marshal
+import random
+import types
 from array import array
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
@@ -12,22 +14,26 @@ from typing import Any
 from weakref import ref
 from zlib import crc32
 
-from torch import Tensor
+import numpy as np
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_tricks.auto_resume.core.attributes.attribute_access import attributes, is_subclass
+from lightning_tricks._torch_compat.modules import module_internals
+from lightning_tricks.auto_resume.core.attributes.attribute_access import attribute_dict, attributes, is_subclass
 from lightning_tricks.auto_resume.core.attributes.digests import ValueDigest
-from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk, SkippedNames, nothing_skipped
+from lightning_tricks.auto_resume.core.attributes.encoding import SkippedNames, nothing_skipped
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
 from lightning_tricks.auto_resume.core.attributes.tracking import AttributeChanges, AttributeTracker, all_values
+from lightning_tricks.auto_resume.core.attributes.user_code import is_user_module
 from lightning_tricks.auto_resume.core.attributes.value_kinds import num_bytes
+from lightning_tricks.auto_resume.core.configuration import defaults_of, is_stamp
 from lightning_tricks.auto_resume.core.data.rng_state import GlobalDraws
 
-# packages whose objects are handles to data, which a fresh process opens again
-_DATA_HANDLE_PACKAGES = frozenset(
-    {"h5py", "lmdb", "zarr", "PIL", "pandas", "pyarrow", "polars", "cv2", "fsspec", "s3fs", "boto3", "sqlalchemy"}
-)
 _MAX_REMEMBERED_BYTES = 2**20  # of one attribute
+_MAX_OBJECTS = 200  # in the data that are compared attribute by attribute
+_MAX_PARTS = 100  # of a list with such objects
+_MAX_ENTRIES = 100_000  # of containers in which numbers are looked for
+_NOT_WALKED = (type, Tensor, np.ndarray, random.Random, logging.Logger, *(types.ModuleType, types.FunctionType))
 DATA_PARTS = ("dataset", "collate_fn")
 
 
@@ -35,9 +41,9 @@ class ObjectBaselines:
     """Remembers the state of objects when they were first seen, also if another loader reads from them later."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, int], tuple[Any, AttributeTracker, dict[str, int]]] = {}
+        self._known: dict[tuple[str, int], tuple[Any, AttributeTracker, dict[str, list[str]]]] = {}
 
-    def of(self, name: str, value: Any, skipped: SkippedNames) -> tuple[AttributeTracker, dict[str, int]]:
+    def of(self, name: str, value: Any, skipped: SkippedNames) -> tuple[AttributeTracker, dict[str, list[str]]]:
         """Return the tracker of an object since it was first seen, and digests of the attributes of a dataset then."""
         known, reference = self._known.get((name, id(value))), None
         if known is not None and known[0]() is value:
@@ -60,8 +66,9 @@ class LoaderObjects:
         baselines: Baselines of the objects, shared by the loaders of a fit.
 
     Attributes:
-        fingerprint: Digests of the dataset's attributes: path -> digest.
+        fingerprint: Digests of the dataset's attributes, as `fingerprints` returns them.
         failed: Path -> why a change could not be restored when that was last tried.
+        unwatched: Path -> type of what cannot be pickled, whose changes nobody sees.
     """
 
     def __init__(self, loader: DataLoader[Any], baselines: ObjectBaselines) -> None:
@@ -72,6 +79,7 @@ class LoaderObjects:
         _, self.fingerprint = found["dataset"]
         self.failed = dict[str, str]()
         self._unsaved, self._reported = dict[str, str](), set[str]()
+        self.unwatched = dict[str, str]()
         self._values: dict[str, AttributeChanges] = {}  # of attributes, once they are remembered
         self._large_names = set[str]()  # of those that are too large for that
 
@@ -126,6 +134,7 @@ class LoaderObjects:
         }
         for changes in found.values() if report_unsaved else ():
             self._unsaved |= changes["lost"]
+            self.unwatched |= changes["unwatched"]
         return {name: changes for name, changes in found.items() if changes["values"] or changes["lost"]}
 
     def restore_changes(self, saved: Mapping[str, Any], names: Collection[str] = ()) -> None:
@@ -137,7 +146,7 @@ class LoaderObjects:
                 skipped = _skip_other_parts(objects, objects[name])
                 failed = restore_changes({name: objects[name]}, changes, skipped=skipped)
                 others = {path: why for path, why in self.failed.items() if path not in changes["values"]}
-                self.failed = others | failed | _without_handles(changes["lost"])
+                self.failed = others | failed | changes["lost"]
                 self._reported.update(map(_top, self.failed))  # where the run resumes
 
     def add_unsaved(self, unsaved: Mapping[str, str]) -> None:
@@ -150,28 +159,72 @@ class LoaderObjects:
         Returns:
             Path -> type or reason.
         """
-        new = {path: kind for path, kind in _without_handles(self._unsaved).items() if _top(path) not in self._reported}
+        new = {path: kind for path, kind in self._unsaved.items() if _top(path) not in self._reported}
         self._reported.update(map(_top, new))
         return new
 
 
-def fingerprints(roots: Mapping[str, Any], *, skipped: SkippedNames = nothing_skipped) -> dict[str, int]:
-    """Return a digest of each object's attribute, with what lies in it, that is the same in every process.
+def fingerprints(roots: Mapping[str, Any], *, skipped: SkippedNames = nothing_skipped) -> dict[str, list[str]]:
+    """Return two digests of each attribute of objects and of what lies in them, the same in every process.
 
-    What is not plain data, and random generators, count by their types.
+    The first one is that of the numbers: of numbers, arrays, tensors and containers of these, without addresses and
+    readings of clocks, and of lengths. The second is that of the whole value: libraries stamp data with texts, dates
+    and objects of their own, so that it may be another one though the samples are equal.
 
     Args:
         roots: Objects by name.
         skipped: Returns the names of attributes to leave out of an object.
 
     Returns:
-        Path -> digest of 64 bits.
+        Path -> digests.
     """
-    walk = ObjectWalk.from_roots(roots, skipped)
-    found = defaultdict[str, list[int]](list)
-    for path, slot in walk.slots.items():
-        found[_top(path)].append(int(walk.digest(slot.value, same_process=False)))
-    return {path: int(value_digest(digests), 16) for path, digests in found.items()}
+    found, pending, seen = dict[str, list[str]](), [*roots.items()], set[int]()
+    while pending and len(seen) < _MAX_OBJECTS:
+        path, owner = pending.pop(0)
+        if path in roots:
+            with suppress(Exception):  # not every data set has a length
+                found[f"len({path})"] = [str(len(owner)), ""]
+        left_out = {*skipped(owner), *(module_internals() if isinstance(owner, nn.Module) else ())}
+        held = [(f"{path}.{name}", name, value) for name, value in attributes(owner) if name not in left_out]
+        for name, argument, value in held or [(path, "", owner)]:
+            is_list = is_subclass(type(value), list, tuple) and len(value) <= _MAX_PARTS
+            parts = {f"{name}[{number}]": one for number, one in enumerate(value)} if is_list else {name: value}
+            once = {id(one): (place, one) for place, one in reversed(parts.items()) if _is_walked(one) and held}
+            inner = {number: pair for number, pair in once.items() if number not in seen}
+            seen.update(inner)
+            pending += [*inner.values()][::-1]
+            is_given = argument.lstrip("_") in defaults_of(type(owner))
+            is_library = not is_given and not is_user_module(type(owner).__module__)
+            is_scalar = isinstance(value, bool | int | float) or once
+            numbers = "" if is_library and is_scalar else _numbers_in(value, {*once}, [_MAX_ENTRIES])
+            found[name] = [value_digest(numbers), value_digest(value)]
+    return found
+
+
+def _is_walked(value: Any) -> bool:
+    """Whether an object is compared attribute by attribute; the weights of a model in the data are saved elsewhere."""
+    if isinstance(value, nn.Module):
+        return next(value.parameters(), None) is None
+    return attribute_dict(value) is not None and not isinstance(value, _NOT_WALKED)
+
+
+def _numbers_in(value: Any, left_out: set[int], budget: list[int]) -> Any:
+    """Return the numbers in a value; what is none counts for the length."""
+    kind = type(value)
+    budget[0] -= 1
+    if value is None or isinstance(value, bool | int | float | np.generic | Tensor) or kind is np.ndarray:
+        return "" if is_stamp(value) else value
+    if id(value) in left_out:
+        return ""
+    left_out = {*left_out, id(value)}  # what it holds may hold it
+    if is_user_module(kind.__module__):
+        value = dict(attributes(value))
+    if budget[0] < 0 or not is_subclass(type(value), list, tuple, dict):
+        return ""
+    entries = list(islice(value, budget[0]))
+    if is_subclass(type(value), dict):  # in the order of its keys, which may come from a set
+        entries = [part for key in sorted(entries, key=str) for part in (key, value[key])]
+    return [len(value), *(_numbers_in(one, left_out, budget) for one in entries)]
 
 
 def value_digest(batch: Any) -> str:
@@ -326,11 +379,6 @@ def is_large(value: Any, max_bytes: int) -> bool:
 def _top(path: str) -> str:
     """Return the path of the attribute in which something lies."""
     return ".".join(path.split(".")[:2])
-
-
-def _without_handles(lost: Mapping[str, str]) -> dict[str, str]:
-    """Leave out what reads the data: the first sample opens it again."""
-    return {path: kind for path, kind in lost.items() if kind.partition(".")[0] not in _DATA_HANDLE_PACKAGES}
 
 
 def changed_values(changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_tricks._shared.rng import loader_generators
+from lightning_tricks._shared.text import list_names
 from lightning_tricks._torch_compat import loaders as private
 from lightning_tricks.auto_resume.core.attributes.attribute_access import patched
 from lightning_tricks.auto_resume.core.attributes.encoding import differing_paths
@@ -99,6 +100,7 @@ class TrackedDataLoader:
 
     Attributes:
         objects: The objects that the loader reads from.
+        other_attributes: The paths of what differs in the dataset from the stopped run, though it may be no data.
         draws_in_between: Whether what was to be repeated after a position draws from the global random state, and so
             do others in between: another process would read other data.
     """
@@ -118,6 +120,7 @@ class TrackedDataLoader:
         self.prefetches, self.stop_request = prefetches, stop_request or StopRequest(())
         self.name, self.differences = name, [] if differences is None else differences
         self.objects = LoaderObjects(loader, baselines or ObjectBaselines())
+        self.other_attributes: list[str] = []
         self.draws_in_between = False
         self._resume_position: Mapping[str, Any] | None = None
         self._iterator_deferred = False
@@ -441,9 +444,11 @@ def _report_differences(tracker: IteratorTracker, saved: Mapping[str, Any]) -> N
     """Report where the epoch differs from the stopped run's."""
     report = tracker.tracked.report_difference
     if saved["first"] and tracker.first_digest and tracker.first_digest != saved["first"]:
+        others = tracker.tracked.other_attributes
         report(
             "gives another first batch of the epoch than before. Let its samples depend only on the index and the "
             "random state, and split the data with a generator=torch.Generator().manual_seed(...)"
+            + (f"; {list_names(others, 3)} differ in the data" if others else "")
         )
     elif saved["order"] and tracker.order.digest(int(saved["batches"])) != saved["order"]:
         report(

@@ -251,7 +251,7 @@ class TrackedWorkerData:
         info = get_worker_info()
         self._roots = {"dataset": info and info.dataset, "collate_fn": collate}
         self._skipped = LargeSkipped(NOTE_BYTES)
-        self._attributes = AttributeTracker(self._roots, skipped=self._skipped)
+        self._attributes = AttributeTracker(self._roots, skipped=self._skipped, owns_memory=False)
 
     def restore_changes(self, changes: Mapping[str, Any]) -> None:
         """Restore what the copy of another worker had changed."""
@@ -267,8 +267,8 @@ class TrackedWorkerData:
             if is_deleted and change["name"] in self._skipped.names:
                 del values[path]
                 lost[path] = _TOO_LARGE
-        note = pickle.dumps({"values": values, "lost": lost}) if values or lost else b""
+        note = pickle.dumps({**found, "values": values, "lost": lost}) if values or lost else b""
         if len(note) > NOTE_BYTES:
             largest = max(values, key=lambda path: len(pickle.dumps(values[path])))
-            note = pickle.dumps({"values": {}, "lost": {largest: _TOO_LARGE}})
+            note = pickle.dumps({"values": {}, "lost": {largest: _TOO_LARGE}, "unwatched": {}})
         return note
