@@ -17,7 +17,7 @@ from lightning_tricks._torch_compat.guards import needs_private, set_private
 
 REGISTRIES = ("_parameters", "_buffers", "_modules")  # the attributes that hold what a module registers
 COMPILED_CALL = "_compiled_call_impl"  # the attribute that `nn.Module.compile` sets
-_COMPILED_MODULE = "_orig_mod"  # the name of the module inside the one that `torch.compile` returns
+COMPILED_MODULE = "_orig_mod"  # the name of the module inside the one that `torch.compile` returns
 _USERS = "AutoResume or RunFingerprint"
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -77,7 +77,7 @@ def pruned_parameters(module: nn.Module) -> Iterator[str]:
 
 def compiled_module(module: nn.Module) -> nn.Module | None:
     """Return the module that `torch.compile` has wrapped into a module; None for any other module."""
-    return dict(module.named_children()).get(_COMPILED_MODULE)
+    return dict(module.named_children()).get(COMPILED_MODULE)
 
 
 def compiles_in_place(module: nn.Module) -> bool:

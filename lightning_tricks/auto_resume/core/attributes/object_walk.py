@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from lightning_tricks._torch_compat.modules import REGISTRIES, module_internals
+from lightning_tricks._torch_compat.modules import COMPILED_MODULE, REGISTRIES, module_internals
 from lightning_tricks.auto_resume.core.attributes.attribute_access import (
     CELL_CONTENTS,
     HANDLES,
@@ -129,9 +129,10 @@ class ObjectWalk:
         """Add a module with all that it registers."""
         if id(module) in self.references:
             return
-        self._add_owner(module, path, module_internals())
         own, left_out = attribute_dict(module) or {}, self.skipped(module)
         *tensors, modules = (own.get(kind, {}) for kind in REGISTRIES)
+        # torch.compile's module hands what the user sets to the one inside, and keeps nothing but its own
+        self._add_owner(module, path, own if COMPILED_MODULE in modules else module_internals())
         for name, part in ((name, part) for registry in tensors for name, part in registry.items()):
             if part is not None:
                 inner = f"{path}.{name}"
