@@ -33,7 +33,7 @@ from lightning_tricks._lightning_compat.hyperparameters import SAVED_IN
 from lightning_tricks._lightning_compat.results import named_callbacks
 from lightning_tricks._lightning_compat.trainer import datamodule_of
 from lightning_tricks._shared.text import list_names
-from lightning_tricks.auto_resume.core.attributes.attribute_access import attributes, is_subclass, set_attribute
+from lightning_tricks.auto_resume.core.attributes.attribute_access import attributes, is_subclass, remembered_by_type, set_attribute
 from lightning_tricks.auto_resume.core.attributes.digests import ValueDigest
 from lightning_tricks.auto_resume.core.attributes.encoding import (
     SkippedNames,
@@ -62,6 +62,7 @@ _EXCLUDED_CALLBACKS = (
     TrickCallback,
 )
 
+_OF_CALLBACKS = frozenset({"log", "log_dict", "state_dict"})  # what the Trainer sets, and saves
 _MAX_LISTED = 10  # names in a sentence
 _MAX_DEPTH, _MAX_ENTRIES = 3, 1_000  # of a container that may hold what random numbers made
 
@@ -274,15 +275,22 @@ def _lightning_attributes(owner: object) -> Collection[str]:
     if issubclass(kind, _EXCLUDED_CALLBACKS):
         return (*vars(owner), "state_dict")  # met in what a module keeps, such as the arguments of its Trainer
     if issubclass(kind, LightningModule):
-        callbacks = {name for name, value in vars(owner).items() if are_callbacks(value)}
-        return default_attributes(LightningModule) | {"forward"} | callbacks  # DDP binds `forward` for each step
+        return _attributes_of_lightning(kind) | {name for name, value in vars(owner).items() if are_callbacks(value)}
+    return _attributes_of_lightning(kind)
+
+
+@remembered_by_type
+def _attributes_of_lightning(kind: type) -> frozenset[str]:
+    """Return the names of the attributes of all objects of a class that are Lightning's."""
+    if issubclass(kind, LightningModule):
+        return default_attributes(LightningModule) | {"forward"}  # which DDP binds for each step
     if issubclass(kind, LightningDataModule):
         return default_attributes(LightningDataModule) | {"state_dict"}
     if issubclass(kind, ModelPruning):
-        return ("log", "log_dict", "state_dict", PRUNING_TICKETS)
+        return _OF_CALLBACKS | {PRUNING_TICKETS}
     if any((base.__module__, base.__name__) == _SAVES_CONFIG for base in kind.__mro__):
-        return ("log", "log_dict", "state_dict", "parser", "config")  # of the process: some 50,000 objects
-    return ("log", "log_dict", "state_dict") if issubclass(kind, Callback) else ()
+        return _OF_CALLBACKS | {"parser", "config"}  # of the process: some 50,000 objects
+    return _OF_CALLBACKS if issubclass(kind, Callback) else frozenset()
 
 
 def say_unwatched(unwatched: Mapping[str, str], said: set[str]) -> None:
@@ -296,8 +304,9 @@ def say_unwatched(unwatched: Mapping[str, str], said: set[str]) -> None:
 
 def are_callbacks(value: object) -> bool:
     """Whether a value is a callback, or a list of nothing else."""
-    parts = value if isinstance(value, list | tuple) else [value]
-    return bool(parts) and all(issubclass(type(part), Callback) for part in parts)
+    if not isinstance(value, list | tuple):
+        return issubclass(type(value), Callback)
+    return bool(value) and all(issubclass(type(part), Callback) for part in value)
 
 
 @cache

@@ -28,7 +28,8 @@ from lightning_tricks.auto_resume.core.checkpoint_contents import (
     put_shards,
     shape_of,
 )
-from lightning_tricks.auto_resume.core.checkpoint_folder import Manifest, UnusableFolderError, main_file
+from lightning_tricks.auto_resume.core.checkpoint_folder import CHECKPOINT_KEY, Manifest, UnusableFolderError, main_file
+from lightning_tricks.auto_resume.core.tensor_block import unpack
 from lightning_tricks.auto_resume.model_checkpoint_files import carry_over
 from lightning_tricks.auto_resume.parts import Settings
 from lightning_tricks.auto_resume.run_files import RunFiles, raise_for_problem, run_identity
@@ -129,14 +130,14 @@ class CheckpointSelection:
             else:
                 checkpoint = _load_plain_data_or_raise(main_file(path), stream)
                 _check_plain(checkpoint, path)
-        if path.is_dir():
-            try:
+        try:
+            entry = checkpoint[CHECKPOINT_KEY]
+            entry |= {"shared": unpack(entry["shared"]), "ranks": [*map(unpack, entry["ranks"])]}
+            if path.is_dir():
                 checkpoint = put_shards(checkpoint, path, self.module)
-            except Exception as error:
-                raise MisconfigurationException(
-                    f"AutoResume: {path} cannot be read: {describe_error(error)}."
-                ) from error
-        else:
+        except Exception as error:
+            raise MisconfigurationException(f"AutoResume: {path} cannot be read: {describe_error(error)}.") from error
+        if not path.is_dir():
             name_as_in_(checkpoint["state_dict"], self.module.state_dict())
         carry_over(self.trainer, checkpoint)
         return checkpoint

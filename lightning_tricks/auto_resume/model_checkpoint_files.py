@@ -195,7 +195,7 @@ def carry_over(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
                 "all that the run wrote stays."
             )
         key, ranks = callback.state_key, checkpoint[CHECKPOINT_KEY]["ranks"]
-        of_ranks = [rank["value"]["callbacks"].get(key, {}).get("state_dict") for rank in ranks]
+        of_ranks = [rank["callbacks"].get(key, {}).get("state_dict") for rank in ranks]
         states = [checkpoint["callbacks"].get(key), *of_ranks]
         for state in filter(None, states):
             # `ModelCheckpoint.load_state_dict` drops scores and paths where the folder is another one (#12045), as in a

@@ -18,7 +18,6 @@ from lightning_tricks._shared.tensors import replace_tensors
 from lightning_tricks.auto_resume.core.attributes.encoding import differing_paths
 from lightning_tricks.auto_resume.core.attributes.object_walk import ObjectWalk
 from lightning_tricks.auto_resume.core.checkpoint_folder import CHECKPOINT_KEY, Manifest
-from lightning_tricks.auto_resume.core.tensor_block import unpack
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ class SavedState:
     ) -> SavedState:
         """Take from a checkpoint what this rank restores."""
         entry = checkpoint[CHECKPOINT_KEY]
-        ranks: Sequence[Mapping[str, Any]] = list(map(unpack, entry["ranks"]))
+        ranks: Sequence[Mapping[str, Any]] = entry["ranks"]
         rank = ranks[trainer.global_rank % len(ranks)]
         world_size_changed = len(ranks) != trainer.world_size
         if world_size_changed:
@@ -133,7 +132,7 @@ class SavedState:
             save_point=SavePoint(entry["moment"]),
             rank=rank,
             rank_zero=ranks[0],
-            shared=unpack(entry["shared"]),
+            shared=entry["shared"],
             world_size=len(ranks),
             world_size_changed=world_size_changed,
             weights=saved if other_precision else {},

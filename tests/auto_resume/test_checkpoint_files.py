@@ -216,9 +216,10 @@ def test_folders_of_later_fits(tmp_path):
     assert [folder.path.name for folder in fit_folders(tmp_path)] == [tmp_path.name, "fit2", "fit10"]
 
 
-def test_a_folder_that_is_stored_is_resumed(tmp_path, caplog):
-    """Of this format, and from the next one on of the one before, too: what the release of then wrote, bit by bit."""
-    shutil.copytree(stored_format.STORED / str(FORMAT), tmp_path / "runs")
+@pytest.mark.parametrize("written", [FORMAT - 1, FORMAT])
+def test_a_folder_that_is_stored_is_resumed(written, tmp_path, caplog):
+    """Of this format and of the one before: what the release of then wrote, bit by bit."""
+    shutil.copytree(stored_format.STORED / str(written), tmp_path / "runs")
     caplog.set_level("INFO", "lightning.pytorch")
     resumed, whole = stored_format.train(AutoResume(tmp_path / "runs")), stored_format.train()
     assert f"resumes at epoch 1, step {stored_format.STOPPED_AT} " in caplog.text

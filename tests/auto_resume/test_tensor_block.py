@@ -22,7 +22,14 @@ TENSORS = st.builds(
     st.integers(0, 99),
 )
 VALUES = st.recursive(
-    TENSORS | st.integers() | st.text(max_size=3) | st.none(),
+    TENSORS
+    | st.integers()
+    | st.text(max_size=3)
+    | st.none()
+    | st.booleans()
+    | st.floats()
+    | st.complex_numbers()
+    | st.sampled_from([1 << 5000, -(1 << 5000), {1: 2}, (1, 2), (-(1 << 4097), 1), "tuple", "\ud800"]),
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.lists(inner, max_size=3).map(tuple)
@@ -50,9 +57,10 @@ def tensors(value):
 @settings(max_examples=60, deadline=None)
 def test_all_come_back_to_their_places(value):
     packed = pack(value)
-    assert tensors(packed["value"]) == []
+    assert tensors(packed["others"]) == []
     found = unpack(through_a_file(packed))
     assert same(found, value)
+    assert repr(found) == repr(value)  # the kinds of containers and numbers, too
     assert [one.dtype for one in tensors(found)] == [one.dtype for one in tensors(value)]
     memory = [one.untyped_storage() for one in tensors(found)]
     assert len({one.data_ptr() for one in memory}) == len(memory), "each has its own"
@@ -82,7 +90,7 @@ OTHERS = {
 def test_what_is_not_small_and_plain_stays_as_it_is(name):
     value = {"it": OTHERS[name], "small": torch.ones(2)}
     packed = pack(value)
-    assert packed["value"]["it"] is value["it"]
+    assert packed["others"][0] is value["it"]
     assert unpack(packed)["it"] is value["it"]
 
 

@@ -29,6 +29,7 @@ from lightning_tricks.checkpoint_remapping.core.files.reading import read_values
 
 # A resume does not restore these: they may hold any object
 _ARGUMENTS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_type")
+_READ_ONCE = (*_ARGUMENTS, CHECKPOINT_KEY)  # when a fit begins
 _KEY = "lightning_tricks.shards"  # of the place of a tensor that was taken out: under which key the shards are stored
 _WEIGHTS = "state_dict"  # all of its tensors are stored as shards: then Lightning evaluates the checkpoint, too
 _PLACEMENTS: dict[str, tuple[str, ...]] = {
@@ -121,7 +122,7 @@ class KeptCheckpoint:
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
         pickler = _ObjectPickler(io.BytesIO())
-        pickler.dump(split_arguments(values)[1])
+        pickler.dump({key: part for key, part in split_arguments(values)[1].items() if key not in _READ_ONCE})
         self._versions = [(tensor, tensor_version(tensor)) for tensor in pickler.tensors]
         self._can_be_kept = not pickler.found and not any(tensor.requires_grad for tensor in pickler.tensors)
 
@@ -132,8 +133,7 @@ class KeptCheckpoint:
 
     def copy(self) -> dict[str, Any]:
         """Return a copy of all containers, with tensors of their own that share their memory."""
-        shared = (*_ARGUMENTS, CHECKPOINT_KEY)  # of the latter, AutoResume makes containers of its own
-        copied = {key: value for key, value in self.values.items() if key not in shared}
+        copied = {key: value for key, value in self.values.items() if key not in _READ_ONCE}
         return {**self.values, **deepcopy(copied, {id(tensor): tensor.detach() for tensor, _ in self._versions})}
 
 

@@ -24,7 +24,7 @@ from lightning_tricks._shared.file_locks import this_process
 from lightning_tricks._shared.files import PARTIAL_SUFFIX, check_kind, flush_directory, open_file
 from lightning_tricks.auto_resume.core.durable_writing import file_digest, write_atomically, write_flushed
 
-FORMAT = 3  # of the manifests and of what AutoResume adds to a checkpoint; every release reads the one before, too
+FORMAT = 4  # of the manifests and of what AutoResume adds to a checkpoint; every release reads the one before, too
 CHECKPOINT_KEY = "auto_resume"  # of what AutoResume adds to a checkpoint
 MAIN_FILE = "meta.pt"  # what is not sharded; so Lightning names it in a folder of shards
 PRIVATE_DIR = ".auto_resume"  # in a directory of checkpoints; nobody else writes there

@@ -261,14 +261,19 @@ def arguments_of(instance: object) -> dict[str, Any]:
 def own_files() -> dict[str, str]:
     """Return a digest of each file with code of the user's that is imported, by its name below its folder."""
     found = {}
-    for name, module in [*sys.modules.items()]:  # of which there are thousands: paths are made of the user's alone
-        file = getattr(module, "__file__", None)
-        if isinstance(file, str) and file.endswith(".py") and is_users_file(name, file):
+    for name in sys.modules.keys() - _of_packages:  # of thousands, of which almost none are the user's
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if not (isinstance(file, str) and file.endswith(".py") and is_users_file(name, file)):
+            _of_packages.add(name)
+        else:
             path = Path(file)
             folders = name.split(".")[: -1 if path.stem != "__init__" else None]
             with suppress(OSError):  # of a module in an archive
                 found["/".join([*folders, path.name])] = _file_digest(path, path.stat().st_mtime_ns)
     return found
+
+
+_of_packages = set[str]()  # names of modules that own_files has met
 
 
 @functools.lru_cache(10_000)

@@ -107,7 +107,7 @@ class ObjectWalk:
             if is_subclass(type(root), nn.Module):
                 walk._add_module(root, path)
             elif is_held_object(type(root)) or (has_attributes(type(root)) and container_kind(type(root)) is None):
-                walk._add_owner(root, path)
+                walk._add_owner(root, path, walk.skipped(root))
             elif type(root) not in SCALARS and not is_subclass(type(root), *HANDLES):
                 walk.slots[path] = AttributeSlot(None, path, "", root)
         if with_code:
@@ -115,14 +115,13 @@ class ObjectWalk:
             _CodeWalk(walk, has_models).visit(roots.values())
         return walk
 
-    def _add_owner(self, value: Any, path: str, skipped: Collection[str] = ()) -> None:
+    def _add_owner(self, value: Any, path: str, skipped: Collection[str]) -> None:
         """Add the attributes of an object unless it was met before."""
         if self.references.setdefault(id(value), path) != path:
             return
         self.owners[path] = value
-        left_out = {*skipped, *self.skipped(value)}
         for name, part in attributes(value):
-            if name not in left_out:
+            if name not in skipped:
                 self.slots[f"{path}.{name}"] = AttributeSlot(value, path, name, part)
 
     def _add_module(self, module: Any, path: str) -> None:
@@ -132,7 +131,8 @@ class ObjectWalk:
         own, left_out = attribute_dict(module) or {}, self.skipped(module)
         *tensors, modules = (own.get(kind, {}) for kind in REGISTRIES)
         # torch.compile's module hands what the user sets to the one inside, and keeps nothing but its own
-        self._add_owner(module, path, own if COMPILED_MODULE in modules else module_internals())
+        internals = own if COMPILED_MODULE in modules else module_internals()
+        self._add_owner(module, path, {*left_out, *internals} if left_out else internals)
         for name, part in ((name, part) for registry in tensors for name, part in registry.items()):
             if part is not None:
                 inner = f"{path}.{name}"
@@ -197,22 +197,23 @@ class _CodeWalk:
             if kind is FunctionType and is_users(value):
                 self._functions.append(value)
             return [content_of(part) for _, part in held_parts(value)]
-        if is_subclass(kind, nn.Module):
-            parts = [part for one in value.modules() for part in (one, *dict(attributes(one)).values())]
-            self._add_classes(kind)
-            return parts
         place = self._walk.references.get(id(value))
-        if place not in self._walk.owners if place else not is_held_object(kind):  # such as the Trainer
+        is_known = place in self._walk.owners  # whose attributes, and what it registers, are visited by themselves
+        is_module = is_subclass(kind, nn.Module)
+        if not is_known and (place or not (is_module or is_held_object(kind))):  # such as the Trainer
             return ()
         self._add_classes(kind)
+        if is_module:
+            return _held_by_module(value) if is_known else [part for one in value.modules() for part in (one, *_held_by_module(one))]
         left_out = self._walk.skipped(value)
-        return [part for name, part in attributes(value) if name not in left_out]
+        return () if is_known else [part for name, part in attributes(value) if name not in left_out]
 
     def _add_classes(self, kind: type) -> None:
         for base in kind.__mro__:
-            if id(base) not in self._seen and is_user_class(base) and not is_subclass(base, Enum):
+            if id(base) not in self._seen:
                 self._seen.add(id(base))
-                self._add_class(base)
+                if is_user_class(base) and not is_subclass(base, Enum):
+                    self._add_class(base)
 
     def _add_class(self, kind: type) -> None:
         """Add the values that all objects of a class share and may change: its plain and its mutable ones."""
@@ -267,6 +268,16 @@ class _CodeWalk:
             elif self._has_models or not is_subclass(type(value), nn.Module):
                 self._walk.owners[path] = module
                 self._walk.slots[inner] = AttributeSlot(module, path, name, value)
+
+
+def _held_by_module(module: Any) -> list[Any]:
+    """Return the attributes of a module, and of torch's own what is neither empty nor registered: dicts of hooks."""
+    internals = module_internals()
+    return [
+        part
+        for name, part in attributes(module)
+        if name not in internals or (part and name not in REGISTRIES and is_subclass(type(part), dict))
+    ]
 
 
 def _entries_of_rows(value: Any) -> Iterable[Any]:

@@ -196,8 +196,10 @@ def fingerprints(roots: Mapping[str, Any], *, skipped: SkippedNames = nothing_sk
             is_given = argument.lstrip("_") in defaults_of(type(owner))
             is_library = not is_given and not is_user_module(type(owner).__module__)
             is_scalar = isinstance(value, bool | int | float) or once
-            numbers = "" if is_library and is_scalar else _numbers_in(value, {*once}, [_MAX_ENTRIES])
-            found[name] = [value_digest(numbers), value_digest(value)]
+            is_told, others = is_library and is_scalar, list[type]()
+            numbers = "" if is_told else _numbers_in(value, {*once}, [_MAX_ENTRIES], others)
+            digest = value_digest(numbers)
+            found[name] = [digest, value_digest(value) if is_told or others else digest]
     return found
 
 
@@ -208,23 +210,26 @@ def _is_walked(value: Any) -> bool:
     return attribute_dict(value) is not None and not isinstance(value, _NOT_WALKED)
 
 
-def _numbers_in(value: Any, left_out: set[int], budget: list[int]) -> Any:
-    """Return the numbers in a value; what is none counts for the length."""
+def _numbers_in(value: Any, left_out: set[int], budget: list[int], others: list[type]) -> Any:
+    """Return the numbers in a value; what is none counts for the length, and is noted by its type."""
     kind = type(value)
     budget[0] -= 1
-    if value is None or isinstance(value, bool | int | float | np.generic | Tensor) or kind is np.ndarray:
-        return "" if is_stamp(value) else value
-    if id(value) in left_out:
-        return ""
+    is_number = value is None or isinstance(value, bool | int | float | np.generic | Tensor) or kind is np.ndarray
+    if is_number and not is_stamp(value):
+        return value
+    is_met = id(value) in left_out
     left_out = {*left_out, id(value)}  # what it holds may hold it
-    if is_user_module(kind.__module__):
+    if is_users := is_user_module(kind.__module__):
         value = dict(attributes(value))
-    if budget[0] < 0 or not is_subclass(type(value), list, tuple, dict):
+    is_container = is_subclass(type(value), list, tuple, dict) and not (is_number or is_met)
+    if is_users or not is_container or len(value) > budget[0]:
+        others.append(kind)
+    if not is_container or budget[0] < 0:
         return ""
     entries = list(islice(value, budget[0]))
     if is_subclass(type(value), dict):  # in the order of its keys, which may come from a set
         entries = [part for key in sorted(entries, key=str) for part in (key, value[key])]
-    return [len(value), *(_numbers_in(one, left_out, budget) for one in entries)]
+    return [len(value), *(_numbers_in(one, left_out, budget, others) for one in entries)]
 
 
 def value_digest(batch: Any) -> str:
