@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copyreg
 import mmap
+import operator
 import pickle
 import types
 from array import array
@@ -60,6 +61,7 @@ _READ_EACH_TIME = 2**18  # bytes of a tensor; of a larger one the version tells 
 _SEEN = 1000  # entries of such a tensor
 _MAPPED_BYTES = 2**20  # of a mapped file that are read
 _ROW_PARTS = SCALARS | {Tensor}
+_TRAITS, _SIMPLE = operator.attrgetter("requires_grad", "is_nested", "layout"), {(False, False, torch.strided)}
 _never_twice = count()
 _tokens = dict[int, tuple[Any, int]]()  # id of a large tensor -> a weak reference to it, and a number of its own
 
@@ -298,7 +300,7 @@ class _Pickler(pickle.Pickler):
         are_rows = type(value) is list and len(value) >= MIN_ROWS and set(map(type, value)) == {tuple}
         flat = list(chain.from_iterable(value)) if are_rows else value if type(value) is list else []
         tensors = [part for part in flat if type(part) is Tensor]
-        if len(tensors) >= MIN_ROWS and _ROW_PARTS.issuperset(map(type, flat)) and all(map(self._is_simple, tensors)):
+        if len(tensors) >= MIN_ROWS and _ROW_PARTS.issuperset(map(type, flat)) and self._are_simple(tensors):
             self._digest.tensors += tensors
             value = are_rows and list(map(len, value)), [None if type(part) is Tensor else part for part in flat]
         super().dump(value)
@@ -307,7 +309,7 @@ class _Pickler(pickle.Pickler):
         """Return how to write a value."""
         if value is str:  # by which all others are written
             return NotImplemented
-        if type(value) is Tensor and self._is_simple(value):
+        if type(value) is Tensor and self._are_simple([value]):
             self._set_apart(value)
             return str, ("tensor",)
         reduced = self._digest.reduced(value)
@@ -317,13 +319,15 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         return (str, (), self._digest.apart(value)) if self._apart else _reduced_by_class(value)
 
-    def _is_simple(self, value: Tensor) -> bool:
-        """Whether a tensor counts by its numbers alone, asking first what is fastest: a data set may have millions."""
-        if value.requires_grad or value.layout is not torch.strided or value.is_nested or vars(value):
-            return False
-        if id(value) in self._references or not (self._owns_memory or not value.is_shared()):
-            return False
-        return value.data_ptr() != 0  # of tensors on the meta device, empty ones, and those whose memory was freed
+    def _are_simple(self, tensors: list[Tensor]) -> bool:
+        """Whether tensors count by their numbers alone, without a call in Python for each: there may be millions."""
+        return (
+            set(map(_TRAITS, tensors)) == _SIMPLE
+            and not any(map(vars, tensors))
+            and self._references.keys().isdisjoint(map(id, tensors))
+            and (self._owns_memory or not any(map(Tensor.is_shared, tensors)))
+            and all(map(Tensor.data_ptr, tensors))  # 0 on the meta device, of empty ones, and where it was freed
+        )
 
 
 class _PortablePickler(_Pickler):
