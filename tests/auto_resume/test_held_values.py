@@ -150,6 +150,10 @@ SAVED = {
     "shared objects": Held(
         list, lambda it, n: it.extend([Kept(n)] * 2), lambda it: [(one.n, it.index(one)) for one in it]
     ),
+    **{
+        f"{dtype}": Held(lambda dtype=dtype: torch.zeros(3, 2).T.to(dtype), lambda it, n: it.copy_(torch.ones(()) * n))
+        for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.bool)
+    },
     "structured array": Held(lambda: np.zeros(2, [("a", "i4"), ("b", "f8")]), lambda it, n: it["a"].__iadd__(n)),
     "bit generator": Held(lambda: np.random.PCG64(1), lambda it, n: it.random_raw(), lambda it: repr(it.state)),
     "generator that spawns": Held(

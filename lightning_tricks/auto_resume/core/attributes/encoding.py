@@ -120,6 +120,13 @@ def is_in_shared_memory(value: Any) -> bool:
     return is_subclass(kind, SynchronizedBase) or (is_subclass(kind, Tensor) and value.is_cpu and value.is_shared())
 
 
+def _tensor_bounds(value: Tensor) -> tuple[int, int]:
+    """Return the first address of a dense tensor, and the one behind its last; NumPy does not know all dtypes."""
+    sides = zip(value.shape, value.stride(), strict=True)
+    span = 1 + sum((size - 1) * stride for size, stride in sides) if value.numel() else 0
+    return value.data_ptr(), value.data_ptr() + span * value.element_size()
+
+
 @dataclass
 class Encoder:
     """Encodes values of one process.
@@ -340,10 +347,10 @@ class Encoder:
 
     def _shares_memory(self, value: Any) -> bool:
         """Whether a tensor or an array lies in the memory of another one that was encoded before: a copy would not."""
-        is_array = type(value) is np.ndarray
-        if self.places is None or not (is_array or value.is_cpu):
+        is_array = is_subclass(type(value), np.ndarray)
+        if self.places is None or not (is_array or (value.is_cpu and value.layout is torch.strided)):
             return False
-        first, last = _byte_bounds(value if is_array else local_part(value.detach()).resolve_conj().numpy())
+        first, last = _byte_bounds(value) if is_array else _tensor_bounds(local_part(value.detach()))
         at = bisect(self.memory, (first, last))
         if first == last:
             return False

@@ -222,7 +222,7 @@ def has_data(value: Tensor) -> bool:
 
 def _take_tensor(value: Any) -> dict[str, Any]:
     """Return the data of a tensor on the CPU, and where it was."""
-    if value.is_quantized or value.is_nested or not has_data(value):
+    if value.layout is not torch.strided or value.is_quantized or value.is_nested or not has_data(value):
         raise CannotRestoreError("it has no plain data")
     data = value.detach().resolve_conj().resolve_neg()
     data = data.cpu() if data.device.type != "cpu" else data.clone()  # a view would save the whole storage
