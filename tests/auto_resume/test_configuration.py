@@ -359,6 +359,15 @@ def test_numbers_of_data_are_compared_and_stamps_are_not(options, differing):
     assert before["it.uid"][1] != now["it.uid"][1]
 
 
+def test_addresses_are_no_settings_wherever_they_stand():
+    def with_addresses(first, second, k=1):
+        return described(lambda: Free(rate={id(first): 1, ("a", id(second)): 2, "k": k}, at={id(first), id(second)}))
+
+    before, now = with_addresses(np, st), with_addresses(st, np)
+    assert not before.changes_to(now)[0]
+    assert [one.name for one in before.changes_to(with_addresses(st, np, k=2))[0]] == ["it.rate.k"]
+
+
 def test_files_of_the_user_are_compared_and_no_others(tmp_path, monkeypatch):
     module, path = types.ModuleType("of_a_user"), tmp_path / "of_a_user.py"
     path.write_text("x = 1")

@@ -282,7 +282,9 @@ def _file_digest(path: Path, changed_at: int) -> str:
 
 
 def is_stamp(value: Any) -> bool:
-    """Whether a number is an address, a hash or a reading of a clock: each process has others of these."""
+    """Whether a number is an address, a hash or a reading of a clock, or holds one: each process has others of these."""
+    if isinstance(value, list | tuple):
+        return any(map(is_stamp, value))
     is_address = isinstance(value, int) and abs(value) > _LARGEST_SETTING
     is_reading = isinstance(value, int | float) and 0 <= time.time() - value < _A_DAY
     return is_address or is_reading or (isinstance(value, float) and is_clock_reading(value))
@@ -379,6 +381,7 @@ class Describer:
         entries, found = _as_mapping(value), plain(value)
         with suppress(Exception):  # values of configs may be missing, or computed
             if isinstance(entries, Mapping) and len(entries) <= _MOST_ITEMS:
+                entries = {key: one for key, one in entries.items() if _is_data(key) and not is_stamp(plain(key))}
                 keys = sorted(str(key) for key, one in entries.items() if not isinstance(one, str))
                 self._put(f"{name}.keys", keys, rule)  # an entry that only one start has would be no change
                 for key, one in entries.items():
