@@ -106,13 +106,15 @@ def _decorated():
     ],
     ids=["closure", "default argument", "decorated", "partial", "partial of a partial", "bound method"],
 )
-@pytest.mark.parametrize("inside", [False, True], ids=["attribute", "in a list"])
-def test_what_a_function_holds_is_restored(make, inside, tmp_path):
+@pytest.mark.parametrize("place", ["an attribute", "in a list", "by itself, as a loader has one to collate"])
+def test_what_a_function_holds_is_restored(make, place, tmp_path):
     def holder():
-        return Holder(transform=[make()] if inside else make())
+        inside = {"an attribute": lambda: Holder(it=make()), "in a list": lambda: Holder(it=[make()])}
+        return inside.get(place, make)()
 
     def draw(one):
-        return (one.transform[0] if inside else one.transform)(1.0)
+        it = one.it if isinstance(one, Holder) else one
+        return (it[0] if isinstance(it, list) else it)(1.0)
 
     old, fresh, failed = resumed(holder, draw, tmp_path)
     assert failed == {}

@@ -17,17 +17,17 @@ class Validations(Callback):
 
     def __init__(self, folder):
         self.folder = folder
-        self.seen = [].__iadd__  # which AutoResume does not see
+        self.seen = []
 
     def on_validation_end(self, trainer, pl_module):
         loss = trainer.callback_metrics["loss"].item()
-        self.seen([[trainer.global_step, trainer.current_epoch, loss, trainer.sanity_checking]])
+        self.seen.append([trainer.global_step, trainer.current_epoch, loss, trainer.sanity_checking])
 
     def on_train_batch_start(self, *args):
-        self.seen(["batch"])
+        self.seen.append("batch")
 
     def teardown(self, trainer, pl_module, stage):
-        (self.folder / f"{trainer.global_rank}.json").write_text(json.dumps(self.seen([])))
+        (self.folder / f"{trainer.global_rank}.json").write_text(json.dumps(self.seen))
 
 
 class Drawing(EvaluatedNet):

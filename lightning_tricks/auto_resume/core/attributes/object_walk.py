@@ -106,7 +106,11 @@ class ObjectWalk:
         for path, root in roots.items():
             if is_subclass(type(root), nn.Module):
                 walk._add_module(root, path)
-            elif is_held_object(type(root)) or (has_attributes(type(root)) and container_kind(type(root)) is None):
+            elif is_held_object(type(root)) or (
+                has_attributes(type(root))
+                and container_kind(type(root)) is None
+                and not is_subclass(type(root), *CALLABLES)  # which hold more than their attributes
+            ):
                 walk._add_owner(root, path, walk.skipped(root))
             elif type(root) not in SCALARS and not is_subclass(type(root), *HANDLES):
                 walk.slots[path] = AttributeSlot(None, path, "", root)
