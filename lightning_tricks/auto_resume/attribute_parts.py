@@ -33,7 +33,12 @@ from lightning_tricks._lightning_compat.hyperparameters import SAVED_IN
 from lightning_tricks._lightning_compat.results import named_callbacks
 from lightning_tricks._lightning_compat.trainer import datamodule_of
 from lightning_tricks._shared.text import list_names
-from lightning_tricks.auto_resume.core.attributes.attribute_access import attributes, is_subclass, remembered_by_type, set_attribute
+from lightning_tricks.auto_resume.core.attributes.attribute_access import (
+    attributes,
+    is_subclass,
+    remembered_by_type,
+    set_attribute,
+)
 from lightning_tricks.auto_resume.core.attributes.digests import ValueDigest
 from lightning_tricks.auto_resume.core.attributes.encoding import (
     SkippedNames,

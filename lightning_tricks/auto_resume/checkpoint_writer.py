@@ -143,12 +143,12 @@ class CheckpointWriter:
         if is_sharding(trainer.strategy):
             checkpoint, shards = take_shards(checkpoint, self.module)
         packed = {name: pack(part) for name, part in checkpoint[CHECKPOINT_KEY].items()}
-        unsaved: Sequence[str] = rank_state["not_saved"]
-        mine = packed["ranks"], unsaved, not waits and self._may_be_beside({**checkpoint, CHECKPOINT_KEY: packed}, shards)
-        ranks, all_unsaved, (beside, *_) = zip(*gather_objects(mine), strict=True)  # of which rank zero decides
+        is_small = not waits and self._may_be_beside({**checkpoint, CHECKPOINT_KEY: packed}, shards)
+        mine = packed["ranks"], rank_state["not_saved"], is_small
+        ranks, unsaved, (beside, *_) = zip(*gather_objects(mine), strict=True)  # of which rank zero decides
         entry = {"format": FORMAT, "moment": save_point.value, "shared": packed["shared"], "ranks": [*ranks]}
         checkpoint[CHECKPOINT_KEY] = entry
-        self._warn_unsaved([name for unsaved in all_unsaved for name in unsaved])
+        self._warn_unsaved([name for names in unsaved for name in names])
         others = self.run_files.others
         run = {**identity, "start": others.origin.start, "starts": [*(others.continued or {}).items()]}
         known: dict[str, Any] = {"finished": save_point is SavePoint.FIT_END, "run": run}

@@ -282,7 +282,7 @@ def _file_digest(path: Path, changed_at: int) -> str:
 
 
 def is_stamp(value: Any) -> bool:
-    """Whether a number is an address, a hash or a reading of a clock, or holds one: each process has others of these."""
+    """Whether a value is or holds an address, a hash or a reading of a clock: each process has others of these."""
     if isinstance(value, list | tuple):
         return any(map(is_stamp, value))
     is_address = isinstance(value, int) and abs(value) > _LARGEST_SETTING

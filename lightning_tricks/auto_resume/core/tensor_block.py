@@ -65,7 +65,7 @@ class _Packer:
             return value if -_LARGEST < value < _LARGEST else {self._int: hex(value)}
         if kind is list or kind is tuple:
             kinds = {*map(type, value)}  # such as that of the 625 numbers of a random state
-            is_flat = kinds <= _OF_JSON or (kinds == {int} and -_LARGEST < min(value) and max(value) < _LARGEST)
+            is_flat = kinds <= _OF_JSON or (kinds == {int} and min(value) > -_LARGEST and max(value) < _LARGEST)
             parts = value if is_flat else [*map(self.encode, value)]
             return parts if kind is list else {self._tuple: parts}
         if kind is dict:

@@ -208,7 +208,8 @@ class _CodeWalk:
             return ()
         self._add_classes(kind)
         if is_module:
-            return _held_by_module(value) if is_known else [part for one in value.modules() for part in (one, *_held_by_module(one))]
+            modules = [value] if is_known else value.modules()
+            return [part for one in modules for part in (one, *_held_by_module(one))]
         left_out = self._walk.skipped(value)
         return () if is_known else [part for name, part in attributes(value) if name not in left_out]
 
