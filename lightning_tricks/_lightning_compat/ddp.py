@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_tricks._lightning_compat.guards import needs_private, overriding
 from lightning_tricks._lightning_compat.trainer import model_averager
+from lightning_tricks._torch_compat.modules import communication_hooks
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
@@ -48,15 +49,15 @@ def equal_on_ranks(trainer: Trainer) -> Callable[[str], bool] | None:
     return lambda name: name not in wrapper.parameters_to_ignore
 
 
-def adds_first_gradients_otherwise(trainer: Trainer) -> bool:
-    """Whether DDP adds the first gradients of a process in another order than later ones, which it puts in new buckets.
-
-    The sum of two does not depend on their order.
-    """
+def rebuilding_ddp(trainer: Trainer) -> DistributedDataParallel | None:
+    """Return the wrapper if DDP adds the first gradients of a process in another order than those of later steps."""
     model = ddp_wrapper(trainer)
     # torch 2.15 (c10d/reducer.hpp, `should_rebuild_buckets`): once, after the first backward pass, buckets are filled
     # anew in the order in which gradients became ready, unless unused parameters are looked for.
-    return model is not None and trainer.world_size > 2 and (model.static_graph or not model.find_unused_parameters)
+    if model is None or (model.find_unused_parameters and not model.static_graph):
+        return None
+    # the sum of two does not depend on their order, but a hook may compress a bucket by what is in it
+    return model if trainer.world_size > 2 or communication_hooks(model) else None
 
 
 def stops_at_unused_parameters(trainer: Trainer) -> bool:

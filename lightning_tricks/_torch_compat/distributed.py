@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from lightning_tricks._torch_compat.guards import needs_private, set_private
+from lightning_tricks._torch_compat.modules import communication_hooks
+
+if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel
+
+_ORDER = "_names_in_reducer"  # our attribute of a wrapper whose reducer has another order than its own
 
 
 @needs_private("RunFingerprint")
@@ -26,3 +35,71 @@ def allow_forked_ranks() -> None:
     if not torch.cuda.is_available():
         with needs_private("assert_resumable"):
             set_private(torch.cuda, _is_in_bad_fork=lambda: False)
+
+
+def _reduced_parameters(ddp: DistributedDataParallel) -> dict[str, tuple[nn.Parameter, bool]]:
+    """Return the parameters that DDP averages, in its own order, and whether their gradients are sparse."""
+    names = {parameter: name for name, parameter in ddp.module.named_parameters()}
+    pairs = zip(*ddp._build_params_for_reducer(), strict=True)
+    return {names[parameter]: (parameter, is_sparse) for parameter, is_sparse in pairs}
+
+
+@needs_private("AutoResume")
+def bucket_order(ddp: DistributedDataParallel) -> list[str] | None:
+    """Return the parameters in the order of DDP's buckets in the next step; all ranks have to call it between steps.
+
+    Returns:
+        Their names; empty if these are the buckets of a new process; None if that is not known, as with a static graph
+        after one step, or where a communication hook keeps a state by buckets.
+    """
+    from torch.distributed import ProcessGroup
+
+    if any(not isinstance(state, ProcessGroup | None) for _, state in communication_hooks(ddp)):
+        return None
+    with suppress(RuntimeError):  # a parameter had no gradient, which the next forward pass says
+        # what that begins with (nn/parallel/distributed.py, `_pre_forward`): rank zero's order is sent to all
+        set_private(ddp, _has_rebuilt_buckets=ddp._has_rebuilt_buckets | ddp.reducer._rebuild_buckets())
+    untyped: Any = ddp
+    untyped.logger.set_runtime_stats_and_log()  # else it notes them in one of the first ten steps, maybe after a save
+    notes = ddp._get_ddp_logging_data()
+    buckets = notes.get("rebuilt_per_bucket_param_indices")
+    if not buckets:
+        return None if notes.get("iteration") else []
+    names = getattr(ddp, _ORDER, None) or [*_reduced_parameters(ddp)]
+    return [names[int(index)] for bucket in buckets.split(", ") for index in bucket.split()]
+
+
+@needs_private("AutoResume")
+def set_bucket_order(ddp: DistributedDataParallel, order: Sequence[str]) -> bool:
+    """Let DDP's next step have the buckets of an order, before the first forward pass; all ranks have to call it.
+
+    Returns:
+        Whether that is possible: not with other parameters, nor where `DistributedDataParallel.__init__` alone sets up
+        a reducer as this one is.
+    """
+    from torch import distributed
+
+    untyped: Any = distributed
+    present = _reduced_parameters(ddp)
+    is_of_c = ddp._get_ddp_logging_data().get("comm_hook", "").startswith("BuiltinCommHookType")  # and not listed
+    is_special = ddp._use_python_reducer or ddp.mixed_precision or ddp._delay_all_reduce_all_params or is_of_c
+    in_backward = any(hasattr(parameter, "_in_backward_optimizers") for parameter in ddp.module.parameters())
+    if {*order} != {*present} or is_special or in_backward:
+        return False
+    # A new reducer over the parameters in that order, as `DistributedDataParallel.__setstate__` makes one. Its buckets
+    # are made once more of all parameters in its order, as after a first backward pass: no gradient is touched.
+    parameters, is_sparse = zip(*(present[name] for name in order), strict=True)
+    ddp.reducer._remove_autograd_hooks()
+    names = ddp._build_debug_param_to_name_mapping([*parameters])
+    ddp._ddp_init_helper([*parameters], [*is_sparse], names, ddp.static_graph)
+    logger: Any = ddp.logger
+    if ddp.static_graph:
+        ddp.reducer._set_static_graph()
+        logger._set_static_graph()
+    for hook, state in communication_hooks(ddp):
+        untyped._register_comm_hook(ddp.reducer, state, hook)
+        logger._set_comm_hook_name(hook.__qualname__)
+    ddp.reducer._push_all_rebuilt_params()
+    set_private(ddp, _has_rebuilt_buckets=ddp.reducer._rebuild_buckets())
+    vars(ddp)[_ORDER] = [*order]
+    return True

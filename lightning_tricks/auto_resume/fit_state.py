@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor
 
 from lightning_tricks._callback import TrickCallback
-from lightning_tricks._lightning_compat.ddp import adds_first_gradients_otherwise
 from lightning_tricks._lightning_compat.fit import dump_checkpoint, repeat_epoch_start_hooks
 from lightning_tricks._lightning_compat.flavor import (
     LightningModule,
@@ -37,6 +36,8 @@ from lightning_tricks.auto_resume.core.checkpoint_folder import CHECKPOINT_KEY
 from lightning_tricks.auto_resume.loader_tracker import LoaderTracker
 from lightning_tricks.auto_resume.model_checkpoint_files import ORIGIN_KEY
 from lightning_tricks.auto_resume.model_parts import (
+    ORDER_OF_SUMS,
+    BucketOrder,
     Communication,
     Gradients,
     LeftOutTensors,
@@ -57,8 +58,12 @@ from lightning_tricks.auto_resume.trainer_parts import (
 # The loops' results before the attributes: they refer to metrics, whose states are attributes. Tensors after the
 # attributes: some belong to metrics that were added. States of callbacks after the weights and buffers that they refer
 # to. The configuration, which is what another start changed in optimizers, after the attributes: wrappers of optimizers
-# keep old options there. The random states last: all else may draw.
-_STEP = ("trainer", "attributes", "rank_tensors", "gradients", "communication", "callbacks", "configuration", "rng")
+# keep old options there. DDP's buckets before the gradients, which may be views of them. The random states last: all
+# else may draw.
+_STEP = (
+    *("trainer", "attributes", "rank_tensors", "buckets", "gradients", "communication", "callbacks", "configuration"),
+    "rng",
+)
 # Weights that hooks left out of the checkpoint after the pruning masks, which replace parameters
 _STRUCTURE = ("settings", "structure", "left_out")
 # Which parts are restored in a phase, in which order
@@ -72,7 +77,7 @@ ORDER: Mapping[Phase, tuple[str, ...]] = {
     # code that creates loaders may have set attributes
     Phase.RESULTS_WITH_LOADERS: ("attributes",),
     # the structure before the attributes: lists of modules have grown, and attributes lie in the new modules
-    Phase.BEFORE_HOOKS: ("data_held_by", *_STRUCTURE, "attributes"),
+    Phase.BEFORE_HOOKS: ("data_held_by", *_STRUCTURE, "buckets", "attributes"),
     # the hooks may have changed the structure once more, and a scheduler sets learning rates when it is created
     Phase.AFTER_HOOKS: ("averaging", *_STRUCTURE),
     # the loaders first: creating their iterators draws random numbers, and changes what attributes hold
@@ -85,7 +90,6 @@ ORDER: Mapping[Phase, tuple[str, ...]] = {
     Phase.FIT_END: ("averaging", "rng"),
 }
 _MAX_OF_DATA = 3  # sentences
-_ORDER_OF_SUMS = "the order in which DDP adds the first gradients"
 # Entries of a checkpoint that are not compared, as each save writes new ones
 NOT_COMPARED_ENTRIES = (
     CHECKPOINT_KEY,
@@ -125,6 +129,7 @@ class FitState:
             LeftOutTensors(trainer, module),
             LoopResults(trainer, module),
             RankTensors(trainer, module),
+            BucketOrder(trainer, module),
             Communication(trainer, module),
             Gradients(trainer, module),
             CallbackStates(trainer, module),
@@ -231,9 +236,6 @@ class FitState:
         parts = sorted(self._parts.values(), key=lambda part: part is not self.attributes)
         found = [path for part in parts for path in part.differences(saved, now)]
         found += _differences_from_checkpoint(self._trainer, load_saved)
-        # At step 0 the uninterrupted run adds them in this order, too.
-        if self._trainer.global_step and not saved.world_size_changed and adds_first_gradients_otherwise(self._trainer):
-            found.append(_ORDER_OF_SUMS)
         changed = [*saved.rank["not_saved"], *saved.rank.get("changed_callbacks", ())]
         return [*found, *(name for name in changed if name not in now["changed_callbacks"])]  # as hooks do it again
 
@@ -301,8 +303,8 @@ def _as_sentences(names: Sequence[str], drawn: Sequence[str], of_data: Sequence[
             "random numbers without a seed, or from code or arguments that have changed. Call seed_everything before "
             "the module is created, or keep them in a state_dict, as register_buffer does."
         )
-    if _ORDER_OF_SUMS in names:
-        names = [name for name in names if name != _ORDER_OF_SUMS]
+    if ORDER_OF_SUMS in names:
+        names = [name for name in names if name != ORDER_OF_SUMS]
         found.append(
             "torch's DDP adds the first gradients of each start in another order, so their last bits may differ from "
             "those of an uninterrupted run. find_unused_parameters=True keeps the order, and takes more time."

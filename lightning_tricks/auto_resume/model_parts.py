@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
+from lightning_tricks._lightning_compat.ddp import rebuilding_ddp
 from lightning_tricks._lightning_compat.flavor import LightningModule, StochasticWeightAveraging, Trainer, is_overridden
 from lightning_tricks._lightning_compat.results import named_callbacks
 from lightning_tricks._lightning_compat.trainer import callbacks_of_type, model_averager
 from lightning_tricks._shared.patterns import name_as_in_, strip_compile_prefix
 from lightning_tricks._shared.tensors import is_sharded, local_part
+from lightning_tricks._torch_compat.distributed import bucket_order, set_bucket_order
 from lightning_tricks._torch_compat.modules import communication_hooks, hooks_of
 from lightning_tricks._torch_compat.tensors import tensor_version
 from lightning_tricks.auto_resume.core.attributes.attribute_access import attributes
@@ -38,6 +40,7 @@ from lightning_tricks.auto_resume.parts import (
     Part,
     Phase,
     SavedState,
+    SavePoint,
     move_to_device,
     state_dict_tensors,
 )
@@ -55,6 +58,7 @@ _OUTLINE_WORDS = {
     "optimizers": "the class of optimizer",
     "schedulers": "the class of learning rate scheduler",
 }
+ORDER_OF_SUMS = "the order in which DDP adds the first gradients"
 _OPTIMIZER = "optimizer "  # begins the name of an optimizer
 _INTEGERS = {1: torch.int8, 2: torch.int16}  # by the size of elements that do not have four bytes, or eight
 _CHUNK = 2**18  # elements that are summed at once, in a cache
@@ -293,6 +297,36 @@ class Communication(ComparedPart):
     def _objects(self) -> list[Any]:
         found = [state for _, state in communication_hooks(self.trainer.model)]
         return [value for value in (*found, model_averager(self.trainer)) if value is not None]
+
+
+class BucketOrder(Part):
+    """The order in which DDP adds gradients over ranks: a process that begins has another one in its first step."""
+
+    name = "buckets"
+
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        super().__init__(trainer, module)
+        self._is_restored = False
+
+    def capture(self, walk: ObjectWalk) -> dict[str, Any]:
+        """Return the order of the next step."""
+        wrapper = rebuilding_ddp(self.trainer)
+        order = bucket_order(wrapper) if wrapper is not None else []
+        return {self.name: order} if self.trainer.is_global_zero else {}
+
+    def restore(self, saved: SavedState, phase: Phase) -> None:
+        """Restore the order, at an epoch's start before the hooks, which may let DDP wrap the module anew."""
+        is_before_hooks, is_epoch_start = phase is Phase.BEFORE_HOOKS, saved.save_point is SavePoint.EPOCH_START
+        if phase is not Phase.CONTINUED and is_before_hooks != is_epoch_start:
+            return
+        wrapper, order = rebuilding_ddp(self.trainer), saved.rank_zero.get(self.name)
+        if wrapper is not None and not saved.world_size_changed and order is not None:
+            self._is_restored = not order or set_bucket_order(wrapper, order)
+
+    def differences(self, saved: SavedState, now: Mapping[str, Any]) -> Iterable[str]:
+        """Return a name for the order if it is another one than in a run that was not stopped."""
+        is_other = not (self._is_restored or saved.world_size_changed) and rebuilding_ddp(self.trainer) is not None
+        return [ORDER_OF_SUMS] if is_other and self.trainer.global_step else []
 
 
 class Gradients(ComparedPart):
