@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch.utils.data._utils import worker
 
+from lightning_tricks.auto_resume.core.tensor_block import unpack
 from tests.auto_resume.training import DEFAULTS, ON_FILES, train
 from tests.contract.processes import append_output_to, run_and_exit
 
@@ -152,6 +153,12 @@ def resumed_at(folder: Path) -> list[int]:
     """Return the steps at which the runs in a folder resumed, as they logged."""
     lines = (folder / "output.txt").read_text().splitlines()
     return [int(line.split("step ")[1].split()[0]) for line in lines if "AutoResume: the run resumes at" in line]
+
+
+def own_state(file: Path) -> dict[str, Any]:
+    """Return what AutoResume added to a checkpoint: what all ranks share, and of each rank."""
+    entry = torch.load(file, weights_only=True)["auto_resume"]
+    return {"shared": unpack(entry["shared"]), "ranks": [*map(unpack, entry["ranks"])]}
 
 
 def warned(folder: Path, wanted: str) -> bool:

@@ -13,9 +13,8 @@ from packaging.version import Version
 from lightning_tricks import AutoResume, TrainableCheckpoint
 from lightning_tricks._shared.host_copies import HostCopies
 from lightning_tricks.auto_resume import CheckpointFolder, checkpoint_writer
-from lightning_tricks.auto_resume.core.tensor_block import unpack
 from lightning_tricks.seeding import isolated_rng
-from tests.auto_resume.killing import differences, kill_at, run
+from tests.auto_resume.killing import differences, kill_at, own_state, run
 from tests.auto_resume.test_objects import Argued
 from tests.auto_resume.training import ON_FILES
 from tests.small import QUIET, Net, cases, loader, same
@@ -100,8 +99,8 @@ def test_training_goes_on_and_does_not_change_what_is_written(tmp_path, monkeypa
     waits, goes = (torch.load(file, weights_only=True) for (file,) in files)
     for name in ("state_dict", "optimizer_states", "lr_schedulers", "loops"):
         assert same(waits[name], goes[name])
-    waits, goes = (unpack(saved["auto_resume"]["ranks"][0]) for saved in (waits, goes))
-    assert same(waits["rng"], goes["rng"])
+    waits, goes = (own_state(file)["ranks"][0]["rng"] for (file,) in files)
+    assert same(waits, goes)
 
 
 class Keeps(Net):

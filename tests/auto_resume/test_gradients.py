@@ -7,6 +7,7 @@ from lightning.pytorch.utilities import grad_norm
 from torch import nn
 
 from lightning_tricks.auto_resume import AutoResume
+from tests.auto_resume.killing import own_state
 from tests.auto_resume.test_callback import fit, stop, weights
 from tests.small import Net, same
 
@@ -139,8 +140,7 @@ class Logs(Dropped):
 
 
 def saved_gradients(folder):
-    newest = max(folder.glob(".auto_resume/0*/meta.pt"))
-    return set(torch.load(newest, weights_only=True)["auto_resume"]["ranks"][0]["value"]["gradients"])
+    return set(own_state(max(folder.glob(".auto_resume/0*/meta.pt")))["ranks"][0]["gradients"])
 
 
 @pytest.mark.parametrize("module", [Dropped, Logs, Outside])

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_tricks import seed_everything
 from lightning_tricks.auto_resume import AutoResume, CheckpointFolder
 from lightning_tricks.auto_resume.attribute_parts import unseeded_values
+from tests.auto_resume.killing import own_state
 from tests.auto_resume.test_callback import fit, stop, weights
 from tests.small import QUIET, Net, loader, recorded_warnings, same
 
@@ -125,8 +126,7 @@ def test_modules_of_strangers(tmp_path, module):
 def test_what_a_checkpoint_has_is_not_saved_twice(tmp_path):
     def left_out(module, folder):
         fit(AutoResume(folder), module=module)
-        newest = max(folder.glob(".auto_resume/0*/meta.pt"))
-        return set(torch.load(newest, weights_only=True)["auto_resume"]["shared"]["value"]["left_out"])
+        return set(own_state(max(folder.glob(".auto_resume/0*/meta.pt")))["shared"]["left_out"])
 
     assert left_out(Centering, tmp_path / "a") == set()
     part = {"net.0.weight", "net.0.bias", "net.1.weight", "net.1.bias", "net.1.num_batches_tracked"}
