@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_tricks import AutoResume, GradualUnfreezing, seed_everything
 from lightning_tricks.testing import assert_resumable
 from tests.auto_resume.killing import resumed_at, run, warned
-from tests.contract.checks import Interrupts
-from tests.small import QUIET, Net, digits
+from tests.small import QUIET, Hooks, Net, digits
 
 
 class Tangled(Net):
@@ -63,6 +62,11 @@ class Adversarial(Tangled):
         return [torch.optim.AdamW(own["head"]), torch.optim.SGD([*own["twice"], *own["stem"]], 0.1)]
 
 
+def hooked(hook, make_state=lambda: None):
+    """A callback that registers a communication hook, as Lightning does on GPUs alone."""
+    return Hooks(on_train_start=lambda trainer, _: trainer.model.register_comm_hook(make_state(), hook))
+
+
 def make(folder, net=Tangled, callbacks=(), strategy=(), **options):
     seed_everything(1, verbose=False)
     strategy = DDPStrategy(start_method="fork", process_group_backend="gloo", **dict(strategy))
@@ -76,7 +80,8 @@ EXACT = {
     "branches": {"net": Branching},
     "a bucket for each parameter": {"strategy": {"bucket_cap_mb": 0.001}},
     "views": {"strategy": {"gradient_as_bucket_view": True}, "accumulate_grad_batches": 4},
-    "halves are sent": {"strategy": {"ddp_comm_hook": default_hooks.fp16_compress_hook}},
+    "halves are sent": {"callbacks": [partial(hooked, default_hooks.fp16_compress_hook)]},
+    "halves of two ranks": {"callbacks": [partial(hooked, default_hooks.fp16_compress_hook)], "devices": 2},
     "unused parameters are looked for": {"strategy": {"find_unused_parameters": True}},
     "two optimizers": {"net": Adversarial},
     "static graph": {"strategy": {"static_graph": True}},
@@ -92,28 +97,31 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(name):
     assert assert_resumable(partial(make, **EXACT[name]), stops=3).equal_batches >= 36
 
 
-def _compressed():
-    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=1)
-    return {"ddp_comm_hook": powerSGD_hook.powerSGD_hook, "ddp_comm_state": state}
+def _powers():
+    return powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=1)
 
 
 UNKNOWN = {
-    "a hook with a state": (_compressed, 3),
-    "a static graph after its first step": (lambda: {"static_graph": True}, 1),
+    "a hook with a state": ([partial(hooked, powerSGD_hook.powerSGD_hook, _powers)], {}, 3),
+    "a static graph after its first step": ([], {"static_graph": True}, 1),
 }
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_where_the_order_is_not_known_a_resume_warns(name, tmp_path):
-    strategy, step = UNKNOWN[name]
+    callbacks, strategy, step = UNKNOWN[name]
+
+    def fail(trainer, *_):
+        if trainer.global_step == step:
+            raise KeyError("stopped")
 
     def script(folder, _):
-        stops = [] if (folder / "resume").exists() else [partial(Interrupts, step)]
-        callbacks = [partial(AutoResume, folder / "resume"), *stops]
-        trainer, *given = make(folder, callbacks=callbacks, strategy=strategy(), max_epochs=1)
+        stops = [] if (folder / "resume").exists() else [lambda: Hooks(on_train_batch_start=fail)]
+        saves = partial(AutoResume, folder / "resume", every_n_train_steps=step, asynchronous=False)
+        trainer, *given = make(folder, callbacks=[saves, *callbacks, *stops], strategy=strategy, max_epochs=1)
         trainer.fit(*given)
 
     assert run(tmp_path, {}, script=script) != 0
     assert run(tmp_path, {}, script=script) == 0
-    assert set(resumed_at(tmp_path)) == {step}
+    assert set(resumed_at(tmp_path)) == {step}, (tmp_path / "output.txt").read_text()[-2000:]
     assert warned(tmp_path, "torch's DDP adds the first gradients of each start in another order")
