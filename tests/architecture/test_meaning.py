@@ -19,7 +19,7 @@ _ALLOWED = {  # file and a part of the expression -> whose text it is, or why it
     ("auto_resume/core/configuration.py", "IN_USE"): "checkpoints hold these values as texts",
     ("auto_resume/core/optimizer_changes.py", "optimizer "): "a label, by which checkpoints name an optimizer",
     ("auto_resume/core/optimizer_changes.py", "scheduler "): "a label, by which checkpoints name a scheduler",
-    ("auto_resume/fit_state.py", "_ORDER_OF_SUMS"): "a name among those of state, which callbacks are told",
+    ("auto_resume/fit_state.py", "ORDER_OF_SUMS"): "a name among those of state, which callbacks are told",
     ("auto_resume/run_configuration.py", "BUFFER"): "checkpoints hold these values as texts",
     ("auto_resume/run_configuration.py", "optimizer "): "a label, by which checkpoints name an optimizer",
     ("checkpoint_remapping/core/files/checkpoint.py", "name.lower()"): "names in files of others",

@@ -55,7 +55,7 @@ def random_options(chance: random.Random) -> dict[str, Any]:
     return {
         "workers": workers,
         "persistent": bool(workers) and chance.random() < 0.5,
-        "ranks": chance.choice((1, 1, 1, 2)),
+        "ranks": chance.choice((1, 1, 1, 2, 3, 4)),
         "strategy": "ddp_fork",
         "accumulate": chance.choice((1, 2, 3)),
         "validate": chance.choice(("none", 3, 4, "epoch")),
@@ -101,7 +101,7 @@ def chain(folder: Path, task: Task, chance: random.Random, found: Found, short: 
         while short() and kill["phase"] not in short() and chance.random() < 0.9:
             kill = random_kill(task.options, chance)
         status = run(killed, {**task.options, "kill": kill["kill"]}, script=task.script)
-        if status in (-9, 256 - 9, STOPPED) or (status == 1 and task.options["ranks"] == 2):
+        if status in (-9, 256 - 9, STOPPED) or (status == 1 and task.options["ranks"] > 1):
             found.kills[kill["phase"]] += 1
             kills.append([kill["phase"], kill["kill"][2]])
     found.runs += 1

@@ -92,6 +92,8 @@ EXACT = {
 }
 
 
+@pytest.mark.oldest
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", EXACT)
 def test_a_resumed_run_is_the_run_that_was_not_stopped(name):
     assert assert_resumable(partial(make, **EXACT[name]), stops=3).equal_batches >= 36
@@ -107,6 +109,7 @@ UNKNOWN = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_where_the_order_is_not_known_a_resume_warns(name, tmp_path):
     callbacks, strategy, step = UNKNOWN[name]
