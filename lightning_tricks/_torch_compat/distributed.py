@@ -15,7 +15,7 @@ from lightning_tricks._torch_compat.modules import communication_hooks
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
-_ORDER = "_names_in_reducer"  # our attribute of a wrapper whose reducer has another order than its own
+_ORDER = "_lightning_tricks_bucket_order"  # our attribute of a wrapper whose order was set
 
 
 @needs_private("RunFingerprint")
@@ -54,6 +54,10 @@ def bucket_order(ddp: DistributedDataParallel) -> list[str] | None:
     """
     from torch.distributed import ProcessGroup
 
+    if (
+        known := vars(ddp).get(_ORDER)
+    ) is not None:  # its buckets were made anew when it was set, and are not once more
+        return list(known)
     if any(not isinstance(state, ProcessGroup | None) for _, state in communication_hooks(ddp)):
         return None
     with suppress(RuntimeError):  # a parameter had no gradient, which the next forward pass says
@@ -65,7 +69,7 @@ def bucket_order(ddp: DistributedDataParallel) -> list[str] | None:
     buckets = notes.get("rebuilt_per_bucket_param_indices")
     if not buckets:
         return None if notes.get("iteration") else []
-    names = getattr(ddp, _ORDER, None) or [*_reduced_parameters(ddp)]
+    names = [*_reduced_parameters(ddp)]
     return [names[int(index)] for bucket in buckets.split(", ") for index in bucket.split()]
 
 
