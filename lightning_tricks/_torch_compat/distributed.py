@@ -95,6 +95,7 @@ def set_bucket_order(ddp: DistributedDataParallel, order: Sequence[str]) -> bool
     parameters, is_sparse = zip(*(present[name] for name in order), strict=True)
     ddp.reducer._remove_autograd_hooks()
     names = ddp._build_debug_param_to_name_mapping([*parameters])
+    del ddp.reducer, ddp.logger  # with its buckets, which are as large as the gradients
     ddp._ddp_init_helper([*parameters], [*is_sparse], names, ddp.static_graph)
     logger: Any = ddp.logger
     if ddp.static_graph:

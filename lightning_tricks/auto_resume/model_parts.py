@@ -325,8 +325,10 @@ class BucketOrder(Part):
 
     def differences(self, saved: SavedState, now: Mapping[str, Any]) -> Iterable[str]:
         """Return a name for the order if it is another one than in a run that was not stopped."""
-        is_other = not (self._is_restored or saved.world_size_changed) and rebuilding_ddp(self.trainer) is not None
-        return [ORDER_OF_SUMS] if is_other and self.trainer.global_step else []
+        if self._is_restored or saved.world_size_changed or not self.trainer.global_step:
+            return []
+        # what a hook keeps by buckets on two ranks is named by `Communication`
+        return [ORDER_OF_SUMS] if self.trainer.world_size > 2 and rebuilding_ddp(self.trainer) is not None else []
 
 
 class Gradients(ComparedPart):
