@@ -368,6 +368,22 @@ def test_addresses_are_no_settings_wherever_they_stand():
     assert [one.name for one in before.changes_to(with_addresses(st, np, k=2))[0]] == ["it.rate.k"]
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.int64, np.uint8])
+def test_large_data_are_compared_to_the_last_number_and_in_order(dtype):
+    def digest(change=lambda rows: rows):
+        rows = (np.arange(600_001) % 251).astype(dtype)
+        return fingerprints({"it": Free(rate=change(rows))})["it.rate"]
+
+    changes = {
+        "the last number": lambda rows: np.concatenate([rows[:-1], rows[:1] + 1]),
+        "two neighbours": lambda rows: np.concatenate([rows[1:2], rows[:1], rows[2:]]),
+        "two blocks": lambda rows: np.concatenate([rows[131072:262144], rows[:131072], rows[262144:]]),
+        "backwards": lambda rows: rows[::-1],
+    }
+    assert digest() == digest(np.copy)
+    assert len({*map(str, (digest(), *map(digest, changes.values())))}) == len(changes) + 1
+
+
 def test_files_of_the_user_are_compared_and_no_others(tmp_path, monkeypatch):
     module, path = types.ModuleType("of_a_user"), tmp_path / "of_a_user.py"
     path.write_text("x = 1")
