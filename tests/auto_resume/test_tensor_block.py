@@ -27,8 +27,8 @@ VALUES = st.recursive(
     | st.text(max_size=3)
     | st.none()
     | st.booleans()
-    | st.floats()
-    | st.complex_numbers()
+    | st.floats(allow_nan=False)
+    | st.complex_numbers(allow_nan=False)
     | st.sampled_from([1 << 5000, -(1 << 5000), {1: 2}, (1, 2), (-(1 << 4097), 1), "tuple", "\ud800"]),
     lambda inner: (
         st.lists(inner, max_size=4)
