@@ -15,7 +15,7 @@ from lightning_tricks._torch_compat.modules import communication_hooks
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
-_ORDER = "_lightning_tricks_bucket_order"  # our attribute of a wrapper whose order was set
+_ORDER = "_lightning_tricks_bucket_order"  # our attribute of a wrapper whose last order of buckets is known
 
 
 @needs_private("RunFingerprint")
@@ -54,10 +54,9 @@ def bucket_order(ddp: DistributedDataParallel) -> list[str] | None:
     """
     from torch.distributed import ProcessGroup
 
-    if (
-        known := vars(ddp).get(_ORDER)
-    ) is not None:  # its buckets were made anew when it was set, and are not once more
-        return list(known)
+    known: list[str] = vars(ddp).get(_ORDER, [])
+    if known:  # buckets are made anew once: later saves need no collective
+        return known
     if any(not isinstance(state, ProcessGroup | None) for _, state in communication_hooks(ddp)):
         return None
     with suppress(RuntimeError):  # a parameter had no gradient, which the next forward pass says
@@ -70,7 +69,8 @@ def bucket_order(ddp: DistributedDataParallel) -> list[str] | None:
     if not buckets:
         return None if notes.get("iteration") else []
     names = [*_reduced_parameters(ddp)]
-    return [names[int(index)] for bucket in buckets.split(", ") for index in bucket.split()]
+    vars(ddp)[_ORDER] = known = [names[int(index)] for bucket in buckets.split(", ") for index in bucket.split()]
+    return known
 
 
 @needs_private("AutoResume")

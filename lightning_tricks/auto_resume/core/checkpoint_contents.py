@@ -121,8 +121,9 @@ class KeptCheckpoint:
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
+        self._read_again = {key: value for key, value in values.items() if key not in _READ_ONCE}
         pickler = _ObjectPickler(io.BytesIO())
-        pickler.dump({key: part for key, part in split_arguments(values)[1].items() if key not in _READ_ONCE})
+        pickler.dump(self._read_again)
         self._versions = [(tensor, tensor_version(tensor)) for tensor in pickler.tensors]
         self._can_be_kept = not pickler.found and not any(tensor.requires_grad for tensor in pickler.tensors)
 
@@ -133,8 +134,8 @@ class KeptCheckpoint:
 
     def copy(self) -> dict[str, Any]:
         """Return a copy of all containers, with tensors of their own that share their memory."""
-        copied = {key: value for key, value in self.values.items() if key not in _READ_ONCE}
-        return {**self.values, **deepcopy(copied, {id(tensor): tensor.detach() for tensor, _ in self._versions})}
+        own = {id(tensor): tensor.detach() for tensor, _ in self._versions}
+        return {**self.values, **deepcopy(self._read_again, own)}
 
 
 class _ObjectPickler(pickle.Pickler):

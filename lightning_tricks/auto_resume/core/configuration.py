@@ -263,9 +263,9 @@ def own_files() -> dict[str, str]:
     found = {}
     for name in sys.modules.keys() - _of_packages:  # of thousands, of which almost none are the user's
         file = getattr(sys.modules.get(name), "__file__", None)
-        if not (isinstance(file, str) and file.endswith(".py") and is_users_file(name, file)):
+        if isinstance(file, str) and not is_users_file(name, file):
             _of_packages.add(name)
-        else:
+        elif isinstance(file, str) and file.endswith(".py"):
             path = Path(file)
             folders = name.split(".")[: -1 if path.stem != "__init__" else None]
             with suppress(OSError):  # of a module in an archive
@@ -273,7 +273,7 @@ def own_files() -> dict[str, str]:
     return found
 
 
-_of_packages = set[str]()  # names of modules that own_files has met
+_of_packages = set[str]()  # names of modules whose files own_files has met, and which are not the user's
 
 
 @functools.lru_cache(10_000)

@@ -210,8 +210,10 @@ class _CodeWalk:
         if is_module:
             modules = [value] if is_known else value.modules()
             return [part for one in modules for part in (one, *_held_by_module(one))]
+        if is_known:
+            return ()
         left_out = self._walk.skipped(value)
-        return () if is_known else [part for name, part in attributes(value) if name not in left_out]
+        return [part for name, part in attributes(value) if name not in left_out]
 
     def _add_classes(self, kind: type) -> None:
         for base in kind.__mro__:
