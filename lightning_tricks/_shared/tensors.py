@@ -146,6 +146,11 @@ def gather_objects(value: Any, group: Any = None) -> list[Any]:
     return values
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor is one block of numbers: neither sparse nor quantized nor nested."""
+    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
+
+
 def is_on_meta(tensor: Any) -> bool:
     """Whether a tensor has no values."""
     return isinstance(tensor, torch.Tensor) and tensor.is_meta

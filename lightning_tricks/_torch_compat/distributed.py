@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_tricks._torch_compat.guards import needs_private, set_private
 from lightning_tricks._torch_compat.modules import communication_hooks
-
-if TYPE_CHECKING:
-    from torch.nn.parallel import DistributedDataParallel
 
 _ORDER = "_lightning_tricks_bucket_order"  # our attribute of a wrapper whose last order of buckets is known
 
@@ -37,7 +34,7 @@ def allow_forked_ranks() -> None:
             set_private(torch.cuda, _is_in_bad_fork=lambda: False)
 
 
-def _reduced_parameters(ddp: DistributedDataParallel) -> dict[str, tuple[nn.Parameter, bool]]:
+def _reduced_parameters(ddp: Any) -> dict[str, tuple[nn.Parameter, bool]]:
     """Return the parameters that DDP averages, in its own order, and whether their gradients are sparse."""
     names = {parameter: name for name, parameter in ddp.module.named_parameters()}
     pairs = zip(*ddp._build_params_for_reducer(), strict=True)
@@ -45,8 +42,8 @@ def _reduced_parameters(ddp: DistributedDataParallel) -> dict[str, tuple[nn.Para
 
 
 @needs_private("AutoResume")
-def bucket_order(ddp: DistributedDataParallel) -> list[str] | None:
-    """Return the parameters in the order of DDP's buckets in the next step; all ranks have to call it between steps.
+def bucket_order(ddp: Any) -> list[str] | None:
+    """Return the parameters in the order of a DDP's buckets in the next step; all ranks have to call it between steps.
 
     Returns:
         Their names; empty if these are the buckets of a new process; None if that is not known, as with a static graph
@@ -62,8 +59,7 @@ def bucket_order(ddp: DistributedDataParallel) -> list[str] | None:
     with suppress(RuntimeError):  # a parameter had no gradient, which the next forward pass says
         # what that begins with (nn/parallel/distributed.py, `_pre_forward`): rank zero's order is sent to all
         set_private(ddp, _has_rebuilt_buckets=ddp._has_rebuilt_buckets | ddp.reducer._rebuild_buckets())
-    untyped: Any = ddp
-    untyped.logger.set_runtime_stats_and_log()  # else it notes them in one of the first ten steps, maybe after a save
+    ddp.logger.set_runtime_stats_and_log()  # else it notes them in one of the first ten steps, maybe after a save
     notes = ddp._get_ddp_logging_data()
     buckets = notes.get("rebuilt_per_bucket_param_indices")
     if not buckets:
@@ -74,8 +70,8 @@ def bucket_order(ddp: DistributedDataParallel) -> list[str] | None:
 
 
 @needs_private("AutoResume")
-def set_bucket_order(ddp: DistributedDataParallel, order: Sequence[str]) -> bool:
-    """Let DDP's next step have the buckets of an order, before the first forward pass; all ranks have to call it.
+def set_bucket_order(ddp: Any, order: Sequence[str]) -> bool:
+    """Let a DDP's next step have the buckets of an order, before the first forward pass; all ranks have to call it.
 
     Returns:
         Whether that is possible: not with other parameters, nor where `DistributedDataParallel.__init__` alone sets up
@@ -97,13 +93,12 @@ def set_bucket_order(ddp: DistributedDataParallel, order: Sequence[str]) -> bool
     names = ddp._build_debug_param_to_name_mapping([*parameters])
     del ddp.reducer, ddp.logger  # with its buckets, which are as large as the gradients
     ddp._ddp_init_helper([*parameters], [*is_sparse], names, ddp.static_graph)
-    logger: Any = ddp.logger
     if ddp.static_graph:
         ddp.reducer._set_static_graph()
-        logger._set_static_graph()
+        ddp.logger._set_static_graph()
     for hook, state in communication_hooks(ddp):
         untyped._register_comm_hook(ddp.reducer, state, hook)
-        logger._set_comm_hook_name(hook.__qualname__)
+        ddp.logger._set_comm_hook_name(hook.__qualname__)
     ddp.reducer._push_all_rebuilt_params()
     set_private(ddp, _has_rebuilt_buckets=ddp.reducer._rebuild_buckets())
     vars(ddp)[_ORDER] = [*order]

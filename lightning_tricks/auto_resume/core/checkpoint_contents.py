@@ -20,7 +20,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor, nn
 
-from lightning_tricks._shared.tensors import is_sharded, replace_tensors
+from lightning_tricks._shared.tensors import is_dense, is_sharded, replace_tensors
 from lightning_tricks._torch_compat.tensors import tensor_version
 from lightning_tricks.auto_resume.core.checkpoint_folder import CHECKPOINT_KEY
 from lightning_tricks.auto_resume.core.durable_writing import file_digest
@@ -159,8 +159,7 @@ class _ObjectPickler(pickle.Pickler):
 
 
 def _is_usual(value: Tensor) -> bool:
-    usual = value.layout is torch.strided and not value.is_quantized and not value.is_nested
-    return usual and value.device.type in ("cpu", "cuda") and not vars(value)
+    return is_dense(value) and value.device.type in ("cpu", "cuda") and not vars(value)
 
 
 def _tensor() -> None:

@@ -21,7 +21,6 @@ _OF_JSON = frozenset({str, float, bool, type(None)})
 _NUMBERS = frozenset({int, float, bool, type(None)})
 _LARGEST = 1 << 4096  # of the numbers in a text, as Python reads at most 4,300 digits
 _NAMED = ("tuple", "dict", "int")  # what follows the mark of what JSON would change
-_NONE: Any = object()
 
 
 def pack(value: Any) -> dict[str, Any]:
@@ -109,7 +108,7 @@ def unpack(packed: Mapping[str, Any]) -> Any:
     def decode(value: Any) -> Any:
         kind = type(value)
         if kind is str and value in marked:
-            if (found := next(marked[value], _NONE)) is _NONE:
+            if (found := next(marked[value], None)) is None:
                 raise ValueError("the checkpoint has fewer small tensors than it refers to")
             return found
         if kind is dict:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_tricks._shared.tensors import local_part
+from lightning_tricks._shared.tensors import is_dense, local_part
 from lightning_tricks._torch_compat.loaders import loader_iterator_type, num_yielded
 from lightning_tricks._torch_compat.modules import module_internals
 from lightning_tricks._torch_compat.tensors import tensor_version
@@ -206,7 +206,7 @@ class ValueDigest:
         if not has_data(value):
             self.is_plain = False
             return str(value.dtype), tuple(value.shape)
-        if value.layout is not torch.strided or value.is_quantized or value.is_nested:
+        if not is_dense(value):
             self.is_plain = False
             return _plain_parts(value)
         grad = value.grad if value.is_leaf else None

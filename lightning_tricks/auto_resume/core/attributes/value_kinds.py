@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_tricks._shared.tensors import is_dense
 from lightning_tricks.auto_resume.core.attributes.attribute_access import (
     CannotRestoreError,
     find_class,
@@ -222,7 +223,7 @@ def has_data(value: Tensor) -> bool:
 
 def _take_tensor(value: Any) -> dict[str, Any]:
     """Return the data of a tensor on the CPU, and where it was."""
-    if value.layout is not torch.strided or value.is_quantized or value.is_nested or not has_data(value):
+    if not (is_dense(value) and has_data(value)):
         raise CannotRestoreError("it has no plain data")
     data = value.detach().resolve_conj().resolve_neg()
     data = data.cpu() if data.device.type != "cpu" else data.clone()  # a view would save the whole storage
