@@ -76,6 +76,8 @@ def dump_checkpoint(trainer: Trainer) -> dict[str, Any]:
     with plain_states(trainer.strategy):
         # Given, as Lightning since 2.6 logs a line if it is not.
         checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    # The states of loaders (`_FitLoop.on_save_checkpoint`) are those of this rank alone, and may hold any object.
+    checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = []
     return checkpoint
 
 

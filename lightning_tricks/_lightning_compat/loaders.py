@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -232,6 +232,48 @@ def train_iterators(trainer: Trainer) -> tuple[list[Any], int]:
     return list(fetcher.combined_loader._iterator.iterators), len(fetcher.batches)
 
 
+@contextmanager
+def iterated_as(trainer: Trainer, parts: Sequence[Any], states: Callable[[], list[Any]]) -> Iterator[None]:
+    """Let the training loop iterate over other objects than its loaders, which remain what everybody else sees.
+
+    Args:
+        trainer: The Trainer, whose loaders were just created.
+        parts: An object for each loader.
+        states: Returns the states of loaders for a checkpoint of the Trainer, which would ask the loaders for them.
+    """
+    with needs_private("AutoResume"):
+        combined: Any = trainer.fit_loop._combined_loader
+        combined._flattened  # noqa: B018  # it has to be there
+    kind, iterated = type(combined), [*parts]
+
+    class Iterated(kind):  # type: ignore[misc, valid-type]
+        def __iter__(self) -> Any:
+            own = self._flattened
+            # Python looks `__iter__` up in the class; what it makes (`_ModeIterator`) keeps the list that it was given.
+            set_private(self, _flattened=[*iterated] or own)
+            try:
+                return super().__iter__()
+            finally:
+                set_private(self, _flattened=own)
+
+    Iterated.__name__ = Iterated.__qualname__ = kind.__qualname__
+    combined.__class__ = Iterated
+    try:
+        with overriding(combined, _state_dicts=states):
+            yield
+    finally:
+        iterated.clear()
+        if type(combined) is Iterated:  # else another subclass was made of it, which its maker takes away
+            combined.__class__ = kind
+
+
+@needs_private("AutoResume")
+def ends_with_next_batch(trainer: Trainer) -> bool:
+    """Whether the batch that is fetched next is fetched ahead of the one before, or is the last one of the epoch."""
+    fetcher: Any = trainer.fit_loop._data_fetcher
+    return fetcher.length is None or fetcher.fetched + 1 >= fetcher.length
+
+
 @needs_private("AutoResume")
 def restarted_loaders(trainer: Trainer) -> list[bool]:
     """Return for each training loader whether it was exhausted in this epoch and restarted; [] if loaders never are."""
@@ -254,23 +296,6 @@ def _cycling_iterator(trainer: Trainer) -> Any:
     # The epoch ends when all parts were exhausted once; without these marks, a resumed one would begin to count anew.
     cycle = import_lightning("pytorch.utilities.combined_loader")._MaxSizeCycle
     return iterator if isinstance(iterator, cycle) else None
-
-
-@needs_private("AutoResume")
-def load_loader_states(trainer: Trainer) -> None:
-    """Load the saved states of loaders with a `state_dict`, if the loaders were created before the states were there.
-
-    Where `configure_optimizers` reads `estimated_stepping_batches`, the loaders are created before the Trainer restores
-    its loops.
-    """
-    fit: Any = trainer.fit_loop
-    # See #20550: the loaders were made before `on_load_checkpoint` of the loop put the states there, and `setup_data`
-    # does not look again. Their iterators hold the old position, and are made anew.
-    states = fit._combined_loader_states_to_load
-    set_private(fit, _combined_loader_states_to_load=[])
-    if states:
-        fit._combined_loader._load_state_dicts(states)
-        recreate_iterators(trainer)
 
 
 @needs_private("AutoResume")
@@ -298,20 +323,6 @@ def _combined(loaders: Any) -> CombinedLoader:
     from lightning_tricks._lightning_compat.flavor import CombinedLoader
 
     return loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
-
-
-@needs_private("AutoResume")
-def skip_train_batches(trainer: Trainer, count: int) -> None:
-    """Fetch batches and drop them."""
-    fetcher: Any = trainer.fit_loop._data_fetcher
-    fetched = fetcher.fetched
-    # `next` of a fetcher sets `done` where `fetched` reaches the length, and the count includes these batches already.
-    set_private(fetcher, fetched=0)
-    for _ in range(count):
-        next(fetcher)
-    set_private(fetcher, fetched=fetched)
-    if fetcher.length is not None:
-        set_private(fetcher, done=fetched >= fetcher.length)
 
 
 @needs_private("AutoResume")

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
-from lightning_tricks._lightning_compat.fit import num_batches_done
-from lightning_tricks._lightning_compat.flavor import (
-    LightningModule,
-    MisconfigurationException,
-    Trainer,
-    rank_zero_warn,
-)
+from torch.utils.data import IterableDataset
+
+from lightning_tricks._lightning_compat.flavor import LightningModule, Trainer, rank_zero_warn
 from lightning_tricks._lightning_compat.loaders import (
-    load_loader_states,
+    ends_with_next_batch,
+    iterated_as,
     mark_restarted_loaders,
     recreate_iterators,
     restarted_loaders,
     set_num_batches_done,
-    skip_train_batches,
     train_iterators,
 )
 from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.text import list_names
 from lightning_tricks._torch_compat.loaders import num_yielded, persistent_iterator
 from lightning_tricks.auto_resume.attribute_parts import say_unwatched
+from lightning_tricks.auto_resume.core.data.foreign_loader import ForeignLoader, has_state, state_holder
 from lightning_tricks.auto_resume.core.data.loader_objects import ObjectBaselines, has_persistent_workers
 from lightning_tricks.auto_resume.core.data.tracked_loader import (
     MOVED_KEY,
@@ -38,14 +38,13 @@ from lightning_tricks.auto_resume.parts import Part, Phase, SavedState
 
 _RESTARTED_KEY = "begun_again"  # of a checkpoint: which loaders were restarted in the epoch; part of its format
 _MAX_LISTED = 3  # names in a sentence
+_LONG_REPLAY = 60.0  # seconds of an epoch after which a user wants to know that data would be read again
 
 
 class LoaderTracker(Part):
     """Tracks the positions of the training loaders, and the state that workers of validation loaders keep.
 
-    DataLoaders are tracked. The Trainer restores loaders with a `state_dict`. Other loaders are replayed: they are read
-    again up to their position. Where the order follows from the global random state, it is that of the epoch: the
-    iterators of the first epoch are created with the loaders, and those of others after the hooks of the epoch's start.
+    DataLoaders of torch are tracked. Others continue at a state of their own, or are read again up to their position.
 
     Args:
         trainer: The Trainer of the fit.
@@ -65,31 +64,41 @@ class LoaderTracker(Part):
         self._baselines = ObjectBaselines()
         self._train: list[TrackedDataLoader] = []
         self._validation: list[TrackedDataLoader] = []
-        self._to_replay: list[Any] = []
+        self._foreign: list[ForeignLoader] = []
+        self._iterated = ExitStack()
         self._saved_validation: Sequence[Mapping[str, Any]] = ()
         self._warnings = set[str]()
+        self._epoch_began = time.monotonic()
         self._iterators_pending = False  # until the hooks of the epoch's start were called again
 
     def close(self) -> None:
         """Leave the loaders as they were."""
         for loader in (*self._train, *self._validation):
             loader.close()
+        self._iterated.close()
+
+    def note(self, phase: Phase) -> None:
+        """Note when an epoch begins; refuse loaders whose state cannot be saved, once there are iterators."""
+        if phase is not Phase.AFTER_HOOKS:
+            return
+        self._epoch_began = time.monotonic()
+        if not self.trainer.global_step:
+            for loader in self._foreign:
+                loader.check_state(self._num_ahead())
 
     def track_train(self, loaders: Sequence[Any], all_sized: bool, saved: Mapping[str, Any] | None) -> None:
-        """Track the training loaders, whose iterators are created next; with `saved`, from the positions that it holds.
-
-        Raises:
-            MisconfigurationException: If a loader can be neither tracked, restored nor replayed.
-        """
+        """Track the training loaders, whose iterators are created next; with `saved`, from the positions it holds."""
         for loader in self._train:
             loader.close()
-        self._to_replay = _loaders_to_replay(loaders)
-        tracked = [] if self._to_replay else [loader for loader in loaders if not why_not_trackable(loader)]
+        self._iterated.close()
+        tracked = [loader for loader in loaders if not _is_foreign(loader)]
         self._train = self._track(tracked, "the training loader", prefetches=not all_sized)
+        self._track_foreign(loaders)
         if saved is None:
             return
         self._saved_validation = saved["validation"]
-        if len(saved["train"]) != len(self._train) or saved["replays"] != bool(self._to_replay):
+        foreign = saved.get("foreign", ())
+        if (len(saved["train"]), len(foreign)) != (len(self._train), len(self._foreign)):
             rank_zero_warn(
                 "AutoResume: the training loaders differ from those of the stopped run, so the order of the epoch is "
                 "lost. To resume exactly, pass the same loaders as before."
@@ -100,7 +109,27 @@ class LoaderTracker(Part):
             self._compare_fingerprints(loader, state)
             loader.objects.remember_values()
             loader.defer_iterator()
+        for foreign in self._foreign:
+            foreign.defer_iterator()
         self._iterators_pending = True
+
+    def _track_foreign(self, loaders: Sequence[Any]) -> None:
+        """Let the training loop iterate over those that are not tracked in a way that knows their positions."""
+        names = _names("the training loader", len(loaders))
+        found = partial(ends_with_next_batch, self.trainer), self._warn_once, self.data_differences
+        parts = [
+            ForeignLoader(loader, name, *found) if _is_foreign(loader) else loader
+            for loader, name in zip(loaders, names, strict=True)
+        ]
+        self._foreign = [part for part in parts if isinstance(part, ForeignLoader)]
+
+        def states() -> list[Any]:
+            ahead = self._num_ahead()
+            stateful = [part for part, loader in zip(parts, loaders, strict=True) if has_state(loader)]
+            return [part.state(ahead) if isinstance(part, ForeignLoader) else part.state_dict() for part in stateful]
+
+        if self._foreign:
+            self._iterated.enter_context(iterated_as(self.trainer, parts, states))
 
     def set_num_batches_done(self, saved: Mapping[str, Any]) -> None:
         """Let the Trainer be at the positions that `continued_positions` returned."""
@@ -137,27 +166,23 @@ class LoaderTracker(Part):
     def restore(self, saved: SavedState, phase: Phase) -> None:
         """Move the training loaders to their positions in the stopped run; after its end, there is no position."""
         state = saved.rank["loaders"]
-        pending = self._create_iterators(state)
+        self._create_iterators(state)
         if phase is Phase.CONTINUED:
             return
-        if not self._train:
-            load_loader_states(self.trainer)
-        if pending and self._to_replay:
-            if self.trainer.current_epoch:
-                recreate_iterators(self.trainer)
-            skip_train_batches(self.trainer, num_batches_done(self.trainer))
         if len(state[_RESTARTED_KEY]) == len(restarted_loaders(self.trainer)):
             mark_restarted_loaders(self.trainer, state[_RESTARTED_KEY])
 
-    def _create_iterators(self, saved: Mapping[str, Any]) -> bool:
-        """Create the iterators of tracked loaders at their positions; return whether that was still to be done."""
+    def _create_iterators(self, saved: Mapping[str, Any]) -> None:
+        """Create the iterators of loaders at their positions, if that is still to be done."""
         pending, self._iterators_pending = self._iterators_pending, False
-        if pending and self._train:
+        if pending:
             for loader, state in zip(self._train, saved["train"], strict=True):
                 loader.restore_generator_states(state["generators"])
                 if state[POSITION_KEY] is None:
                     loader.objects.restore_all(state["objects"])
                 loader.resume_from(state[POSITION_KEY])
+            for foreign, position in zip(self._foreign, saved["foreign"], strict=True):
+                foreign.resume_from(position)
             recreate_iterators(self.trainer)
         for loader, state in zip(self._validation, saved["validation"], strict=False):
             loader.objects.restore_all(state["objects"])  # hooks that came before may have changed it
@@ -169,7 +194,6 @@ class LoaderTracker(Part):
                     "on_train_epoch_start, which a resumed run calls again, or keep plain values, tensors or random "
                     "generators there"
                 )
-        return pending
 
     def state(self, at_end: bool) -> dict[str, Any]:
         """Return the positions of all loaders as tensors and plain values; `at_end` if the epoch is over."""
@@ -177,7 +201,7 @@ class LoaderTracker(Part):
         train = self._train_positions(at_end)
         for loader in (*self._train, *self._validation):
             self._warn_unsaved(loader)
-        for loader in self._to_replay:
+        for loader in [foreign.loader for foreign in self._foreign if foreign.holder is None]:
             if not isinstance(loader, list | tuple):
                 why = why_not_trackable(loader)
                 self._warn_once(
@@ -185,13 +209,24 @@ class LoaderTracker(Part):
                     "order only depends on the global random state. Give it a state_dict and a load_state_dict, or "
                     "use a plain DataLoader."
                 )
+        seconds = time.monotonic() - self._epoch_began
+        streams = [data for data in self.datasets() if isinstance(data, IterableDataset)]
+        if streams and seconds > _LONG_REPLAY:
+            self._warn_once(
+                f"a run that resumes in the middle of an epoch reads the {type(streams[0]).__name__} again up to the "
+                f"position, which took {seconds:.0f} seconds so far. Give it a state_dict and a load_state_dict: read "
+                "with num_workers=0, or by torchdata's StatefulDataLoader, it goes on there."
+            )
         return {
             "epoch": self.trainer.current_epoch,
             _RESTARTED_KEY: restarted_loaders(self.trainer),
             "train": train,
             "validation": validation or [dict(state) for state in self._saved_validation],
-            "replays": bool(self._to_replay),
+            "foreign": [loader.position(self._num_ahead(), at_end) for loader in self._foreign],
         }
+
+    def _num_ahead(self) -> int:
+        return train_iterators(self.trainer)[1]
 
     def _train_positions(self, at_end: bool) -> list[dict[str, Any]]:
         if not self._train:
@@ -201,7 +236,8 @@ class LoaderTracker(Part):
         if len(tracked) != len(self._train):  # none was created, as the epoch was over when the run resumed
             return [loader.state(None) for loader in self._train]
         yielded, cycles = [num_yielded(iterator) for iterator in tracked], bool(restarted_loaders(self.trainer))
-        done = max(yielded) - num_prefetched  # a loader that ended before the others is not in what was prefetched
+        furthest = max([*yielded, *(loader.num_read for loader in self._foreign)])
+        done = furthest - num_prefetched  # a loader that ended before the others is not in what was prefetched
         ahead = [num_prefetched if cycles else max(0, number - done) for number in yielded]
         pairs = zip(self._train, tracked, ahead, strict=True)
         return [loader.state(iterator, number, at_end) for loader, iterator, number in pairs]
@@ -243,7 +279,6 @@ class LoaderTracker(Part):
             )
 
     def _track(self, loaders: Sequence[Any], name: str, prefetches: bool = False) -> list[TrackedDataLoader]:
-        names = [name] if len(loaders) == 1 else [f"{name} {number}" for number in range(len(loaders))]
         return [
             TrackedDataLoader(
                 loader,
@@ -253,26 +288,16 @@ class LoaderTracker(Part):
                 differences=self.data_differences,
                 baselines=self._baselines,
             )
-            for loader, name in zip(loaders, names, strict=True)
+            for loader, name in zip(loaders, _names(name, len(loaders)), strict=True)
         ]
 
 
-def _loaders_to_replay(loaders: Sequence[Any]) -> list[Any]:
-    """Return the loaders that are neither tracked nor restored by the Trainer."""
-    for loader in loaders:
-        if type(loader).__module__.partition(".")[0] == "torchdata":
-            raise MisconfigurationException(
-                f"AutoResume: a torchdata {type(loader).__name__} restores its own position, and loses an epoch if "
-                "it is saved at the epoch's end. Use torch.utils.data.DataLoader: AutoResume restores its position."
-            )
-    others = [loader for loader in loaders if why_not_trackable(loader)]
-    to_replay = [loader for loader in others if not _has_state_dict(loader)]
-    if to_replay and len(to_replay) < len(others):
-        raise MisconfigurationException(
-            "AutoResume: if several training loaders are not DataLoaders, either all or none of them must have a "
-            "state_dict. Give each a state_dict and a load_state_dict, or use DataLoaders."
-        )
-    return to_replay
+def _is_foreign(loader: Any) -> bool:
+    return bool(why_not_trackable(loader)) or state_holder(loader) is not None
+
+
+def _names(name: str, count: int) -> list[str]:
+    return [name] if count == 1 else [f"{name} {number}" for number in range(count)]
 
 
 def _compare_num_workers(loader: TrackedDataLoader, before: int) -> None:
@@ -281,7 +306,3 @@ def _compare_num_workers(loader: TrackedDataLoader, before: int) -> None:
             f"AutoResume: the training loader had num_workers={before} and has {loader.loader.num_workers}. The order "
             "of the samples is the same; random numbers that workers draw differ from those of the stopped run."
         )
-
-
-def _has_state_dict(loader: Any) -> bool:
-    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))

@@ -52,6 +52,14 @@ def continued_positions(
             ranks or workers.
     """
     state, of_first = saved.rank["loaders"], saved.rank_zero["loaders"]
+    if saved.world_size_changed and (known := [one for one in state.get("foreign", ()) if one and _has_state(one)]):
+        if settings.on_change != "new" and not all(one["left"] for one in known):
+            raise _other_stream("ranks", saved.world_size, trainer.world_size, "a loader with a state of its own")
+        rank_zero_warn(
+            f"AutoResume: the state of a training loader is that of {saved.world_size} ranks and is not restored: the "
+            "loader begins as in a new run."
+        )
+        state = {**state, "foreign": [None for _ in state["foreign"]]}
     positions = [position for one in of_first["train"] if (position := one[POSITION_KEY]) is not None]
     is_tracked = len(positions) == len(loaders)
     if is_tracked and any(position["batches"] and not position["at_end"] for position in positions):
@@ -142,13 +150,20 @@ def _refuse_other_streams(loader: Any, num_workers: int, saved: SavedState, trai
         ("workers", max(1, num_workers), max(1, loader.num_workers)),
     ):
         if _is_stream(loader) and before != now:
-            raise MisconfigurationException(
-                f"AutoResume: the run stopped in the middle of an epoch that it read with {before} {what}, not {now}, "
-                f"and only the {type(loader.dataset).__name__} knows how it divides its samples among them. Resume "
-                "with the old number and change it at the end of an epoch (AutoResume saves there with "
-                "every_n_epochs=1), or continue with on_change='new', which repeats or skips some samples of this "
-                "epoch."
-            )
+            raise _other_stream(what, before, now, f"the {type(loader.dataset).__name__}")
+
+
+def _other_stream(what: str, before: int, now: int, knows: str) -> MisconfigurationException:
+    return MisconfigurationException(
+        f"AutoResume: the run stopped in the middle of an epoch that it read with {before} {what}, not {now}, and only "
+        f"{knows} knows how it divides its samples among them. Resume with the old number and change it at the end of "
+        "an epoch (AutoResume saves there with every_n_epochs=1), or continue with on_change='new', which repeats or "
+        "skips some samples of this epoch."
+    )
+
+
+def _has_state(position: Mapping[str, Any]) -> bool:
+    return position["state"] is not None or position["before"] is not None
 
 
 @dataclass(frozen=True)

@@ -431,10 +431,6 @@ def test_refusals(tmp_path):
     with pytest.raises(MisconfigurationException, match=r"dataloader_iter.*fetches batches by itself"):
         fit(AutoResume(tmp_path), module=Fetches)
 
-    foreign = type("StatefulDataLoader", (DataLoader,), {"__module__": "torchdata.stateful_dataloader"})
-    with pytest.raises(MisconfigurationException, match=r"torchdata StatefulDataLoader.*Use torch.utils.data"):
-        fit(AutoResume(tmp_path), data=foreign(digits(), batch_size=4))
-
 
 @pytest.mark.parametrize("choice", ["warn", "raise"])
 def test_a_disk_that_is_full_in_the_middle(tmp_path, choice):

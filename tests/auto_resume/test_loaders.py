@@ -410,7 +410,7 @@ def test_attributes_of_other_data_are_named():
     before, loader = tracked(1)
     before.track_train([loader], True, None)
     next(iter(loader))
-    saved = {"train": [before._train[0].state(None)], "validation": [], "replays": False}
+    saved = {"train": [before._train[0].state(None)], "validation": [], "foreign": []}
     for seed in (1, 2):
         fit, loader = tracked(seed)
         fit.track_train([loader], True, saved)

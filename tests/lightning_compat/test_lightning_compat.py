@@ -552,18 +552,6 @@ def test_given_train_loaders_and_the_number_of_their_batches():
         assert trainer.global_step == (0 if at_end else BATCHES - 2)
 
 
-def test_skip_train_batches():
-    def skip(trainer, module, batch, batch_idx):
-        if batch_idx == 0:
-            loaders.skip_train_batches(trainer, 3)
-        (iterator,), _ = loaders.train_iterators(trainer)
-        seen.append(iterator._num_yielded)
-
-    seen = []
-    train(Net(), Hooks(on_train_batch_start=skip), limit_train_batches=6)
-    assert seen == [4, 5, 6, 7, 8, 9]
-
-
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 def test_a_callback_is_told_of_a_fit_before_the_loggers_begin(tmp_path):
     class Notes(fit.ToldBeforeLoggers, lightning.pytorch.Callback):
@@ -645,36 +633,6 @@ def test_slurm_requeue_signal(monkeypatch):
         for options in ({}, {"auto_requeue": False}, {"requeue_signal": signal.SIGUSR2})
     ]
     assert asked == ["SIGUSR1", None, "SIGUSR2"]
-
-
-def test_load_loader_states():
-    """What `estimated_stepping_batches` makes too early gets its state after all."""
-
-    class Keeps(list):
-        begun = 0
-
-        def __iter__(self):
-            return iter([*super().__iter__()][self.begun :])
-
-        def state_dict(self):
-            return {"begun": 4}
-
-        def load_state_dict(self, state):
-            self.begun = state["begun"]
-
-    def load(trainer, _):
-        trainer.fit_loop._combined_loader_states_to_load = [{"begun": 4}]
-        loaders.load_loader_states(trainer)
-        loaders.load_loader_states(trainer)  # there is nothing more
-
-    class Counts(Net):
-        def training_step(self, batch, batch_idx):
-            seen.append(batch[1].tolist())
-            return super().training_step(batch, batch_idx)
-
-    seen, batches = [], Keeps(loader())
-    train(Counts(), Hooks(on_train_start=load), data=batches, limit_train_batches=6)
-    assert seen == [batch[1].tolist() for batch in list.__iter__(batches)][4:10]
 
 
 def test_restarted_loaders():

@@ -72,11 +72,11 @@ def _state(trainer):
 @cases(
     "part, name, call",
     ("fetcher", "fetched", loaders.recreate_iterators),
-    ("fetcher", "fetched", lambda trainer: loaders.skip_train_batches(trainer, 1)),
+    ("fetcher", "length", loaders.ends_with_next_batch),
     ("fetcher", "batches", loaders.train_iterators),
     ("iterator", "_consumed", loaders.restarted_loaders),
     ("iterator", "_consumed", lambda trainer: loaders.mark_restarted_loaders(trainer, [True])),
-    ("fit", "_combined_loader_states_to_load", loaders.load_loader_states),
+    ("fit", "_combined_loader", lambda trainer: loaders.iterated_as(trainer, [], list).__enter__()),
     ("fit", "_data_source", loaders.given_train_loaders),
     ("fit", "_data_fetcher", loaders.train_iterators),
     ("epoch", "batch_progress", fit.num_batches_done),

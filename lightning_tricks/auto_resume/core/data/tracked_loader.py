@@ -1,7 +1,8 @@
 """A DataLoader whose position in its iteration is tracked, and resumed in another process.
 
 A map-style loader continues at its sampler, without reading what was seen; the random states of its workers are
-restored. An iterable dataset is read again up to the position, as only it knows its order.
+restored. An iterable dataset is read again up to the position, as only it knows its order; one with a state of its own
+that is read in this process is a `ForeignLoader`.
 """
 
 from __future__ import annotations
@@ -445,9 +446,14 @@ def _report_differences(tracker: IteratorTracker, saved: Mapping[str, Any]) -> N
     report = tracker.tracked.report_difference
     if saved["first"] and tracker.first_digest and tracker.first_digest != saved["first"]:
         others = tracker.tracked.other_attributes
+        remedy = (
+            "Give what shuffles it a seed, as shuffle(1000, seed=7) does with WebDataset"
+            if tracker.replays_data
+            else "Let its samples depend only on the index and the random state, and split the data with a "
+            "generator=torch.Generator().manual_seed(...)"
+        )
         report(
-            "gives another first batch of the epoch than before. Let its samples depend only on the index and the "
-            "random state, and split the data with a generator=torch.Generator().manual_seed(...)"
+            f"gives another first batch of the epoch than before. {remedy}"
             + (f"; {list_names(others, 3)} differ in the data" if others else "")
         )
     elif saved["order"] and tracker.order.digest(int(saved["batches"])) != saved["order"]:
