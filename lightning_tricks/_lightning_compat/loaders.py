@@ -268,10 +268,10 @@ def iterated_as(trainer: Trainer, parts: Sequence[Any], states: Callable[[], lis
 
 
 @needs_private("AutoResume")
-def ends_with_next_batch(trainer: Trainer) -> bool:
-    """Whether the batch that is fetched next is fetched ahead of the one before, or is the last one of the epoch."""
+def fetches_ahead(trainer: Trainer) -> bool:
+    """Whether batches are fetched before the one before is trained on, as where nobody knows how many there are."""
     fetcher: Any = trainer.fit_loop._data_fetcher
-    return fetcher.length is None or fetcher.fetched + 1 >= fetcher.length
+    return fetcher.length is None
 
 
 @needs_private("AutoResume")

@@ -73,7 +73,9 @@ def loader_generators(loader: Any) -> list[torch.Generator]:
     """Return the generators from which a DataLoader and its samplers draw, each once; none for other iterables."""
     sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
     owners = (loader, sampler, batches, getattr(batches, "sampler", None))
-    found = [getattr(owner, "generator", None) for owner in owners]
+    # on several ranks, Lightning wraps samplers that are not torch's (`DistributedSamplerWrapper`)
+    wrapped = [getattr(getattr(owner, "dataset", None), "_sampler", None) for owner in owners[1:]]
+    found = [getattr(owner, "generator", None) for owner in (*owners, *wrapped)]
     return list(dict.fromkeys(value for value in found if isinstance(value, torch.Generator)))
 
 

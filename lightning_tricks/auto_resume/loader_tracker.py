@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 
 from lightning_tricks._lightning_compat.flavor import LightningModule, Trainer, rank_zero_warn
 from lightning_tricks._lightning_compat.loaders import (
-    ends_with_next_batch,
+    fetches_ahead,
     iterated_as,
     mark_restarted_loaders,
     recreate_iterators,
@@ -116,7 +116,7 @@ class LoaderTracker(Part):
     def _track_foreign(self, loaders: Sequence[Any]) -> None:
         """Let the training loop iterate over those that are not tracked in a way that knows their positions."""
         names = _names("the training loader", len(loaders))
-        found = partial(ends_with_next_batch, self.trainer), self._warn_once, self.data_differences
+        found = partial(fetches_ahead, self.trainer), self._warn_once, self.data_differences
         parts = [
             ForeignLoader(loader, name, *found) if _is_foreign(loader) else loader
             for loader, name in zip(loaders, names, strict=True)

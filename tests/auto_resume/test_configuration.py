@@ -384,6 +384,7 @@ def test_large_data_are_compared_to_the_last_number_and_in_order(dtype):
     assert len({*map(str, (digest(), *map(digest, changes.values())))}) == len(changes) + 1
 
 
+@pytest.mark.oldest  # of which Lightning offers modules under other names
 def test_files_of_the_user_are_compared_and_no_others(tmp_path, monkeypatch):
     module, path = types.ModuleType("of_a_user"), tmp_path / "of_a_user.py"
     path.write_text("x = 1")

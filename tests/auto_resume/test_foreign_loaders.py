@@ -172,12 +172,10 @@ class Loop:
 
     def __init__(self, loader, limit):
         self.warnings, self.differences, self.fetched = [], [], 0
-        self.part = ForeignLoader(loader, "the loader", self.is_kept, self.warnings.append, self.differences)
         self.length = limit or sized_len(loader)
+        is_ahead = lambda: self.length is None  # noqa: E731
+        self.part = ForeignLoader(loader, "the loader", is_ahead, self.warnings.append, self.differences)
         self.saves, self.batches = [], []
-
-    def is_kept(self):
-        return self.length is None or self.fetched + 1 >= self.length
 
     def begin(self, done=0):
         self.iterator, self.fetched = iter(self.part), 0

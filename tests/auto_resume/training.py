@@ -109,25 +109,43 @@ class StatefulBatches:
     def __init__(self, data: Digits) -> None:
         self.data = data
 
-    def __len__(self) -> int:
+    @property
+    def count(self) -> int:
         return len(self.data) // 4
+
+    def __len__(self) -> int:
+        return self.count
 
     def __iter__(self):
         start, self.begun = self.begun, 0
         order = torch.randperm(len(self.data), generator=torch.Generator().manual_seed(self.epoch)).tolist()
-        for given in range(start, len(self)):
+        for given in range(start, self.count):
             self.given = given
             samples = [self.data[index] for index in order[4 * given : 4 * given + 4]]
-            if given == len(self) - 1:
+            if given == self.count - 1:
                 self.epoch += 1
             yield [torch.stack(part) for part in zip(*samples, strict=True)]
 
     def state_dict(self):
-        done = (self.given + 1) % len(self)
+        done = (self.given + 1) % self.count
         return {"epoch": self.epoch, "begun": done}
 
     def load_state_dict(self, state):
         self.epoch, self.begun = state["epoch"], state["begun"]
+
+
+class StatefulGenerator(StatefulBatches):
+    """The same of an unknown length: Lightning fetches a batch ahead."""
+
+    def __len__(self) -> int:
+        raise TypeError
+
+
+def stateful_data_loader(data: Dataset, **options: Any) -> Any:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    warnings.filterwarnings("ignore", ".*set_vital")
+    return StatefulDataLoader(data, batch_size=4, shuffle=True, **options)
 
 
 MOMENTS = ("script", "prepare_data", "configure_model", "training_step")  # that callbacks have no hook for
@@ -346,8 +364,15 @@ def loaders(options: dict[str, Any]) -> tuple[DataLoader, list[DataLoader]]:
     elif options["loader"] == "streams":  # the shorter one is begun again within an epoch, and nobody knows the lengths
         parts = [DataLoader(Stream(part), batch_size=4, **workers) for part in (data, Digits(20, 300))]
         train = CombinedLoader(parts, "max_size_cycle")
-    elif options["loader"] == "stateful":  # restores itself, as the Trainer lets it
+    elif options["loader"] == "stateful":
         train = StatefulBatches(data)
+    elif options["loader"] == "stateful generator":
+        train = StatefulGenerator(data)
+    elif options["loader"] == "torchdata":
+        train = stateful_data_loader(data, **workers)
+    elif options["loader"] == "mixed":  # each goes on in its own way; the second and third begin again in an epoch
+        parts = [StatefulBatches(data), DataLoader(Digits(20, 300), batch_size=4, shuffle=True, **workers)]
+        train = CombinedLoader([*parts, stateful_data_loader(Digits(12, 400), **workers)], "max_size_cycle")
     else:
         train = DataLoader(data, batch_size=4, shuffle=True, **workers)
     held_out = [DataLoader(Digits(12, 200 + 20 * i), batch_size=5, **workers) for i in range(options["val_loaders"])]

@@ -72,7 +72,7 @@ def _state(trainer):
 @cases(
     "part, name, call",
     ("fetcher", "fetched", loaders.recreate_iterators),
-    ("fetcher", "length", loaders.ends_with_next_batch),
+    ("fetcher", "length", loaders.fetches_ahead),
     ("fetcher", "batches", loaders.train_iterators),
     ("iterator", "_consumed", loaders.restarted_loaders),
     ("iterator", "_consumed", lambda trainer: loaders.mark_restarted_loaders(trainer, [True])),

@@ -262,12 +262,14 @@ def own_files() -> dict[str, str]:
     """Return a digest of each file with code of the user's that is imported, by its name below its folder."""
     found = {}
     for name in sys.modules.keys() - _of_packages:  # of thousands, of which almost none are the user's
-        file = getattr(sys.modules.get(name), "__file__", None)
-        if isinstance(file, str) and not is_users_file(name, file):
+        module = sys.modules.get(name)
+        file, own_name = getattr(module, "__file__", None), str(getattr(module, "__name__", name))
+        # a package may offer a module under other names, of which the depth says nothing of its folder
+        if isinstance(file, str) and not is_users_file(own_name, file):
             _of_packages.add(name)
         elif isinstance(file, str) and file.endswith(".py"):
             path = Path(file)
-            folders = name.split(".")[: -1 if path.stem != "__init__" else None]
+            folders = own_name.split(".")[: -1 if path.stem != "__init__" else None]
             with suppress(OSError):  # of a module in an archive
                 found["/".join([*folders, path.name])] = _file_digest(path, path.stat().st_mtime_ns)
     return found

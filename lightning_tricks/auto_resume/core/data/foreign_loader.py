@@ -1,8 +1,8 @@
 """A training loader whose position torch does not know: it continues at a state of its own, or is read again.
 
-An iterator that may begin with its first batch, as a generator does, is given the state before the batch that was
-trained on last, and that batch is read again: what it does and draws when it begins, it has done. So it is at an
-epoch's end, where the loader is then as it was after its last batch, whatever follows that.
+It is given the state before the batch that was trained on last, and that batch is read again. If it is another one, the
+state does not hold all. An iterator that begins with its first batch, as a generator does, has then begun; and at an
+epoch's end the loader is as it was after its last batch, whatever follows that.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
-from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +30,7 @@ from lightning_tricks.auto_resume.core.data.tracked_loader import why_not_tracka
 # what it is without: litdata's loader waits for the end of an iteration, which Lightning does not read where it knows
 # the length; an IterableDataset of datasets begins each iteration with the same epoch number at its state.
 _LOADED_AGAIN = {"litdata": ("restore", False), "datasets": ("_starting_state_dict", None)}
+_MISSING = object()
 _NUM_WATCHED = 8  # batches after which a loader is known to draw from a global generator, or not to
 
 
@@ -53,6 +53,13 @@ def forget_loaded_state(loader: Any) -> None:
         name, value = _LOADED_AGAIN.get(_package(owner), ("", None))
         if hasattr(owner, name):
             setattr(owner, name, value)
+
+
+def _with_epoch(loader: Any) -> list[Any]:
+    """Return the parts of a loader whose order follows from an epoch that others set."""
+    batches = getattr(loader, "batch_sampler", None)
+    parts = (getattr(loader, "sampler", None), getattr(batches, "sampler", None), getattr(loader, "dataset", None))
+    return [one for one in parts if callable(getattr(one, "set_epoch", None)) and hasattr(one, "epoch")]
 
 
 def load_state(holder: Any, state: Any) -> None:
@@ -97,27 +104,26 @@ class ForeignLoader:
     Args:
         loader: The loader.
         name: What it is called in messages.
-        ends_with_next: Whether a position may follow that is saved as it was before the next batch: that one is fetched
-            ahead, or ends the epoch.
+        is_ahead: Whether the batch that is fetched next is fetched before training on the one before.
         warn: Takes a sentence on what the loader does wrong.
         differences: Takes a sentence for a difference that a resumed iteration finds.
 
     Attributes:
         holder: What has the state of its iteration.
         objects: What it reads from, where that is the user's code and has the state.
-        draws: Whether its batches draw from the global random state.
+        draws: Whether its batches are known to draw from the global random state.
     """
 
     def __init__(
         self,
         loader: Any,
         name: str,
-        ends_with_next: Callable[[], bool],
+        is_ahead: Callable[[], bool],
         warn: Callable[[str], object],
         differences: list[str],
     ) -> None:
         self.loader, self.name, self.holder = loader, name, state_holder(loader)
-        self.ends_with_next, self._warn, self._differences = ends_with_next, warn, differences
+        self.is_ahead, self._warn, self._differences = is_ahead, warn, differences
         self.draws = False
         # of what a library keeps in its dataset, its state is all that another process may be given
         is_users = self.holder not in (None, loader) and is_user_module(type(self.holder).__module__)
@@ -170,13 +176,15 @@ class ForeignLoader:
         """Return what another process needs to continue; its keys are a format. None before the first iteration.
 
         - "created" and "started": `loader_snapshot`s before the iterator was created, and before its first batch.
+        - "epochs": those that samplers and the dataset were set to.
         - "state": the loader's state, encoded; None for a loader without one.
         - "again": how many batches are read again from there, or from the start; "batches": those of the iteration.
+        - "since": a snapshot before the last of these, if the iterator had begun by then; "gave": a digest of that
+          batch, empty where it may be another one.
         - "now": a snapshot after these; "ahead": whether a batch was fetched since then.
         - "ended": whether the loader has said that it has no more.
         - "asks": whether it is asked for one more batch then, which is dropped.
         - "left": whether the epoch is over, however much of the loader is left.
-        - "gave": a digest of the one batch that is read again; empty where it may not be the same.
         - "before": in place of a state from before the first batch, where the iteration before was left.
 
         Args:
@@ -190,33 +198,42 @@ class ForeignLoader:
         if iteration is None:
             return self._position
         now = iteration.trained(num_ahead)
-        state, again, before, gave, base = None, now["batches"], None, "", now
+        state, again, before, base = None, now["batches"], None, now
         if now["state"] is not None:
-            needs_begin = iteration.is_lazy or at_end or now["ended"]
-            base = next((one for one in iteration.moments if one["batches"] == again - 1 and needs_begin), now)
-            gave = base.get("gave", "") if base is not now else ""
+            base = next((one for one in iteration.moments if one["batches"] == again - 1), now)
             if base["batches"]:
                 state, again = encode_state(base["state"], self.name), again - base["batches"]
             else:  # it may still be that of the iteration before
                 before = self._position
-        # an iterator that was left in the middle has begun, which a generator has not before it is asked
-        asks = not base["ended"] if now["ended"] else at_end and not again
         return {
             "created": iteration.created,
             "started": iteration.started,
+            "epochs": iteration.epochs,
             "state": state,
             "again": again,
             "batches": now["batches"],
-            "now": {**{name: now[name] for name in ("generators", "objects")}, "process": now["process"]()},
+            "since": None if iteration.is_lazy or base is now else _snapshot(base),
+            "gave": "" if base is now else base["gave"],
+            "now": _snapshot(now),
             "ahead": bool(num_ahead),
             "ended": now["ended"],
-            "asks": asks,
+            # an iterator that was left in the middle has begun, which a generator has not before it is asked
+            "asks": not base["ended"] if now["ended"] else at_end and not again,
             "left": at_end,
-            "gave": gave,
             "before": before,
         }
 
     def _resumed(self, saved: Mapping[str, Any]) -> Iterator[Any]:
+        owners = _with_epoch(self.loader)
+        now = [owner.epoch for owner in owners]
+        for owner, epoch in zip(owners, saved["epochs"], strict=False):
+            owner.set_epoch(epoch)
+        iterator = self._in_its_epoch(saved)
+        for owner, epoch in zip(owners, now, strict=True):
+            owner.set_epoch(epoch)
+        return iterator
+
+    def _in_its_epoch(self, saved: Mapping[str, Any]) -> Iterator[Any]:
         if saved["before"] is not None:
             self._resumed(saved["before"])
             forget_loaded_state(self.loader)
@@ -230,9 +247,22 @@ class ForeignLoader:
             return iter(())
         iteration = self._begun(saved, saved["batches"] - saved["again"])
         iteration.loaded = state
-        digest = iteration.read_again(saved["again"], asks=saved["asks"])
-        if digest != saved["gave"] and (saved["gave"] or digest == "missing"):
-            iteration = self._read_again(saved, iteration)
+        is_same = iteration.read_again(saved)
+        if not is_same and state is not None:  # such as one without its shuffle buffer
+            forget_loaded_state(self.loader)
+            if self.objects is not None:
+                self.objects.restore_all(saved["created"]["objects"])
+            iteration = self._begun(saved, 0)
+            is_same = iteration.read_again(saved)
+            self._warn(
+                f"{self.name} was read again up to its position, as it gave other batches after its state was loaded. "
+                "Let its state_dict hold all that they follow from, such as a shuffle buffer."
+            )
+        if not is_same:
+            self._differences.append(
+                f"{self.name} gives other batches than before. Let its state_dict hold all that they follow from, such "
+                "as a shuffle buffer; random numbers that its workers draw may be in none"
+            )
         restore_snapshot(saved["now"], self.loader)
         if self.objects is not None:
             self.objects.restore_all(saved["now"]["objects"])  # and undo what load_state_dict leaves in it
@@ -246,26 +276,7 @@ class ForeignLoader:
         """Return an iteration that is created in the random state of a saved one."""
         restore_snapshot(saved["created"], self.loader)
         iteration = _Iteration(self, first)
-        iteration.created, iteration.started = saved["created"], saved["started"]
-        return iteration
-
-    def _read_again(self, saved: Mapping[str, Any], iteration: _Iteration) -> _Iteration:
-        """Do what can be done where the loaded state leads to other batches, as one without its shuffle buffer does."""
-        if self.holder is self.loader:
-            self._differences.append(
-                f"{self.name} gives other batches than before after its state was loaded. Let its state_dict hold all "
-                "that its batches follow from, such as a shuffle buffer"
-            )
-            return iteration
-        self._warn(
-            f"{self.name} was read again up to its position, as its dataset gives other samples after its state was "
-            "loaded. Let its state_dict hold all that they follow from, such as a shuffle buffer."
-        )
-        forget_loaded_state(self.loader)
-        if self.objects is not None:
-            self.objects.restore_all(saved["created"]["objects"])
-        iteration = self._begun(saved, 0)
-        iteration.read_again(saved["batches"], asks=saved["ended"])
+        iteration.created, iteration.started, iteration.epochs = saved["created"], saved["started"], saved["epochs"]
         return iteration
 
     def check_state(self, num_ahead: int) -> None:
@@ -300,6 +311,7 @@ class _Iteration:
 
     Attributes:
         created: The snapshot before the iterator was created.
+        epochs: Those that samplers and the dataset had then.
         started: That before its first batch.
         before_next: That to restore before the next batch.
         loaded: The state that was loaded, until the first batch: asked before it, litdata's loader changes its state.
@@ -317,6 +329,7 @@ class _Iteration:
         self.started: Mapping[str, Any] | None = None
         self.before_next: Mapping[str, Any] | None = None
         self.created: Mapping[str, Any] = loader_snapshot(owner.loader, owner.objects, report_unsaved=False)
+        self.epochs = [int(part.epoch) for part in _with_epoch(owner.loader)]
         self._iterator = iter(owner.loader)
         self.is_lazy = owner.holder is not owner.loader or not isinstance(self._iterator, loader_iterator_type())
         try:
@@ -333,8 +346,7 @@ class _Iteration:
             self.before_next = None
         if self.started is None:
             self.started = loader_snapshot(self._owner.loader)
-        is_last = self.batches + 1 == self._length or self._owner.ends_with_next()
-        is_kept = is_last or (self.is_lazy and self._owner.holder is not None)
+        is_kept = self._owner.holder is not None or self._owner.is_ahead()
         if is_kept:
             self.moments.append(self._moment())
         try:
@@ -343,11 +355,12 @@ class _Iteration:
             self.ended = True
             self._owner.note_end(self.batches, self._length)
             raise
-        if is_kept and not self._owner.draws:
-            if 0 < self.batches < _NUM_WATCHED:  # the first one may begin the iterator
+        if is_kept and self._owner.holder is not None:
+            if self.is_lazy and 0 < self.batches < _NUM_WATCHED and not self._owner.draws:
                 before = self.moments[-1]["process"]()
                 self._owner.draws = any(True for _ in differing_paths(before, capture_rng_state()))
-            self.moments[-1]["gave"] = "" if self._owner.draws else value_digest(batch)
+            is_known = not (self.is_lazy and self._owner.draws)
+            self.moments[-1]["gave"] = value_digest(batch) if is_known else ""
         self.loaded = None
         self.batches += 1
         return batch
@@ -370,30 +383,34 @@ class _Iteration:
             "ended": self.ended,
         }
 
-    def read_again(self, count: int, *, asks: bool) -> str:
-        """Read batches that were read before, and ask for one after them if that `asks`.
-
-        Returns:
-            A digest of the last one; "missing" where a state was loaded and there are not so many.
+    def read_again(self, saved: Mapping[str, Any]) -> bool:
+        """Read the batches up to a saved position; return whether the last one is as it was, as far as that is known.
 
         Raises:
-            RuntimeError: If there are not so many, and no state was loaded.
+            RuntimeError: If there are not so many, and no state was loaded that may lead to another place.
         """
+        loader, is_loaded, batch = self._owner.loader, self.loaded is not None, None
         if self.started is not None:
-            restore_snapshot(self.started, self._owner.loader)
-        last = None
-        for batch in islice(self._iterator, count):
-            last = batch
+            restore_snapshot(self.started, loader)
+        for number in range(self.batches, saved["batches"]):
+            if saved["since"] is not None and number + 1 == saved["batches"]:
+                restore_snapshot(saved["since"], loader)
+            batch = next(self._iterator, _MISSING)
+            if batch is _MISSING:
+                break
             self.batches += 1
-        if self.batches < self.first + count:
-            if self.loaded is not None:
-                return "missing"
+            self.loaded = None
+        if batch is _MISSING and not (is_loaded or saved["gave"]):
             raise RuntimeError(
-                f"the run was stopped after {self.first + count} batches of an epoch, but {self._owner.name} now has "
+                f"the run was stopped after {saved['batches']} batches of an epoch, but {self._owner.name} now has "
                 f"{self.batches}. Pass the same loader as before, or choose another dirpath to start a new run."
             )
-        if asks:
+        if saved["asks"]:
             next(self._iterator, None)
-        if count or asks:
             self.loaded = None
-        return value_digest(last)
+        return batch is not _MISSING and saved["gave"] in ("", value_digest(batch))
+
+
+def _snapshot(moment: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `loader_snapshot` would have returned at a moment."""
+    return {**{name: moment[name] for name in ("generators", "objects")}, "process": moment["process"]()}
