@@ -216,6 +216,13 @@ CLAIMS = (
         ("stored samples, compared at the start", "two ranks, steps of 2 ms", "stored samples"),
     ),
     _claim(
+        "streams",
+        "A stream with a state takes {0} times as long to resume at a million samples as at 100",
+        ("state, at 1,000,000 samples", "DataLoader, state", "at 1,000,000"),
+        ("torchdata's StatefulDataLoader, at 1,000,000 samples", "StatefulDataLoader", "at 1,000,000"),
+        ("no state, at 10,000 samples", "DataLoader, no state", "at 10,000"),
+    ),
+    _claim(
         "hang_watch",
         "HangWatch takes {0} times the bare Trainer's time with steps of one linear layer",
         ("300 steps of a linear layer", "300 steps of a linear layer", "HangWatch"),
