@@ -52,7 +52,11 @@ class Found:
 
 def random_options(chance: random.Random) -> dict[str, Any]:
     workers = chance.choice((0, 0, 2))
+    loader = chance.choice(("shuffled", "shuffled", "stateful", "stateful generator", "torchdata", "mixed"))
+    if loader in ("torchdata", "mixed"):  # whose workers' random numbers are in no state
+        workers = 0
     return {
+        "loader": loader,
         "workers": workers,
         "persistent": bool(workers) and chance.random() < 0.5,
         "ranks": chance.choice((1, 1, 1, 2, 3, 4)),
@@ -60,7 +64,7 @@ def random_options(chance: random.Random) -> dict[str, Any]:
         "accumulate": chance.choice((1, 2, 3)),
         "validate": chance.choice(("none", 3, 4, "epoch")),
         "precision": chance.choice(("32-true", "32-true", "bf16-mixed", "16-mixed")),
-        "iterable": chance.choice(("", "", "", "sized", "unsized")),
+        "iterable": chance.choice(("", "", "", "sized", "unsized")) if loader == "shuffled" else "",
         "samples": 28,
     }
 
@@ -69,7 +73,8 @@ def sharded_tasks(chance: random.Random) -> Iterator[Task]:
     """The script with a model that is sharded, over and over."""
     while True:
         for strategy, ranks in SHARDED.items():
-            options = {**random_options(chance), "strategy": strategy, "ranks": ranks, "iterable": "", "val_loaders": 1}
+            data = {"iterable": "", "loader": "shuffled", "val_loaders": 1}
+            options = {**random_options(chance), "strategy": strategy, "ranks": ranks, **data}
             yield Task(strategy, {**options, "workers": 0, "persistent": False})
 
 

@@ -155,11 +155,9 @@ KINDS = {
     "torchdata, shuffled": lambda: torchdata(DATA, shuffle=True),
     "torchdata, its generator": lambda: torchdata(DATA, shuffle=True, generator=torch.Generator().manual_seed(1)),
     "torchdata, stream": lambda: torchdata(Stream()),
-    "torchdata, workers": lambda: torchdata(DATA, shuffle=True, num_workers=2),
-    "torchdata, persistent": lambda: torchdata(DATA, shuffle=True, num_workers=1, persistent_workers=True),
+    "torchdata, workers": lambda: torchdata(DATA, shuffle=True, num_workers=2, persistent_workers=True),
     "torchdata, nodes": nodes,
 }
-WITH_WORKERS = ("torchdata, workers", "torchdata, persistent")
 
 
 class Loop:
@@ -223,11 +221,11 @@ def trained(make, limit, save=None, epochs=3):
     return loop
 
 
-@cases("kind, limit", *((kind, None) for kind in KINDS), *((kind, 3) for kind in KINDS if kind not in WITH_WORKERS))
+@cases("kind, limit", *((kind, None) for kind in KINDS), *((kind, 3) for kind in KINDS if "workers" not in kind))
 def test_a_loader_goes_on_at_every_position_as_if_nothing_had_happened(kind, limit):
     with isolated_rng(seed=1):
         whole = trained(KINDS[kind], limit)
-    saves = whole.saves[4::9] if kind in WITH_WORKERS else whole.saves
+    saves = whole.saves[4::9] if "workers" in kind else whole.saves
     for save in saves:
         with isolated_rng(seed=2):
             rest = trained(KINDS[kind], limit, save)
