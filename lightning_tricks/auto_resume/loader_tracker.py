@@ -181,7 +181,7 @@ class LoaderTracker(Part):
                 if state[POSITION_KEY] is None:
                     loader.objects.restore_all(state["objects"])
                 loader.resume_from(state[POSITION_KEY])
-            for foreign, position in zip(self._foreign, saved["foreign"], strict=True):
+            for foreign, position in zip(self._foreign, saved.get("foreign", ()), strict=True):
                 foreign.resume_from(position)
             recreate_iterators(self.trainer)
         for loader, state in zip(self._validation, saved["validation"], strict=False):

@@ -82,6 +82,13 @@ def test_every_way_to_train(folders, options):
     assert all(step > 0 for step in resumed_at(folders[0]))
 
 
+def test_one_rank_of_three_dies_alone(folders):
+    """As when the kernel kills it for memory: the job ends with an error, and the next one resumes exactly."""
+    options = {**SMALL, "ranks": 3, "strategy": "ddp_fork", "validate": "none"}
+    died = assert_as_undisturbed(folders, options, [kill_at("in the middle of a step", "SIGKILL", options, 1)])
+    assert died == [1]
+
+
 def test_killed_at_random_moments(folders):
     """Whatever it does just then."""
     killed, whole = folders
