@@ -226,14 +226,22 @@ def test_a_loader_goes_on_at_every_position_as_if_nothing_had_happened(kind, lim
     with isolated_rng(seed=1):
         whole = trained(KINDS[kind], limit)
     saves = whole.saves[4::9] if "workers" in kind else whole.saves
-    for save in saves:
+    for number, save in enumerate(saves):
         with isolated_rng(seed=2):
             rest = trained(KINDS[kind], limit, save)
-            for (epoch, batch), (epoch_now, now) in zip(whole.batches[save[-1] :], rest.batches, strict=True):
-                assert epoch == epoch_now
-                assert torch.equal(batch, now), save[:3]
-            assert rest.differences == []
-            assert not rest.warnings or kind == "stream with a buffer"
+            compare(whole, rest, save, kind)
+        if number % 4 == 0 and rest.saves:  # a resume of a resume
+            again = rest.saves[len(rest.saves) // 3]
+            with isolated_rng(seed=3):
+                compare(rest, trained(KINDS[kind], limit, again), again, kind)
+
+
+def compare(before, rest, save, kind):
+    for (epoch, batch), (epoch_now, now) in zip(before.batches[save[-1] :], rest.batches, strict=True):
+        assert epoch == epoch_now
+        assert torch.equal(batch, now), save[:3]
+    assert rest.differences == []
+    assert not rest.warnings or kind == "stream with a buffer"
 
 
 def test_one_batch_is_read_again_and_no_more():

@@ -247,6 +247,7 @@ class ForeignLoader:
             return iter(())
         iteration = self._begun(saved, saved["batches"] - saved["again"])
         iteration.loaded = state
+        self.draws |= bool(saved["again"] and not saved["gave"])
         is_same = iteration.read_again(saved)
         if not is_same and state is not None:  # such as one without its shuffle buffer
             forget_loaded_state(self.loader)
