@@ -3,6 +3,9 @@
 import copy
 import random
 import re
+import tempfile
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -144,6 +147,27 @@ def nodes():
     return nodes.Loader(nodes.Mapper(nodes.Batcher(order, 4), torch.stack))
 
 
+@cache
+def litdata_folder():
+    from litdata.streaming import Cache
+
+    folder = tempfile.TemporaryDirectory()
+    Path(folder.name, "data").mkdir()
+    written = Cache(f"{folder.name}/data", chunk_size=4)
+    for number, sample in enumerate(DATA):
+        written[number] = sample
+    written.done()
+    written.merge()
+    return folder  # removed at exit
+
+
+def litdata(**options):
+    from litdata import StreamingDataLoader, StreamingDataset
+
+    stream = StreamingDataset(f"{litdata_folder().name}/data", shuffle=True, seed=3)
+    return StreamingDataLoader(stream, batch_size=4, **options)
+
+
 KINDS = {
     "generator": Batches,
     "generator with a length": Sized,
@@ -157,6 +181,8 @@ KINDS = {
     "torchdata, stream": lambda: torchdata(Stream()),
     "torchdata, workers": lambda: torchdata(DATA, shuffle=True, num_workers=2, persistent_workers=True),
     "torchdata, nodes": nodes,
+    "litdata": litdata,
+    "litdata, workers": lambda: litdata(num_workers=2),
 }
 
 
