@@ -360,8 +360,7 @@ class _Iteration:
             if self.is_lazy and 0 < self.batches < _NUM_WATCHED and not self._owner.draws:
                 before = self.moments[-1]["process"]()
                 self._owner.draws = any(True for _ in differing_paths(before, capture_rng_state()))
-            is_known = not (self.is_lazy and self._owner.draws)
-            self.moments[-1]["gave"] = value_digest(batch) if is_known else ""
+            self.moments[-1]["gave"] = "" if self.is_lazy and self._owner.draws else value_digest(batch)
         self.loaded = None
         self.batches += 1
         return batch
