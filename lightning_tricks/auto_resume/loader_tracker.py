@@ -24,7 +24,7 @@ from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.text import list_names
 from lightning_tricks._torch_compat.loaders import num_yielded, persistent_iterator
 from lightning_tricks.auto_resume.attribute_parts import say_unwatched
-from lightning_tricks.auto_resume.core.data.foreign_loader import ForeignLoader, has_state, state_holder
+from lightning_tricks.auto_resume.core.data.foreign_loader import ForeignLoader, has_state, is_foreign
 from lightning_tricks.auto_resume.core.data.loader_objects import ObjectBaselines, has_persistent_workers
 from lightning_tricks.auto_resume.core.data.tracked_loader import (
     MOVED_KEY,
@@ -91,7 +91,7 @@ class LoaderTracker(Part):
         for loader in self._train:
             loader.close()
         self._iterated.close()
-        tracked = [loader for loader in loaders if not _is_foreign(loader)]
+        tracked = [loader for loader in loaders if not is_foreign(loader)]
         self._train = self._track(tracked, "the training loader", prefetches=not all_sized)
         self._track_foreign(loaders)
         if saved is None:
@@ -118,7 +118,7 @@ class LoaderTracker(Part):
         names = _names("the training loader", len(loaders))
         found = partial(fetches_ahead, self.trainer), self._warn_once, self.data_differences
         parts = [
-            ForeignLoader(loader, name, *found) if _is_foreign(loader) else loader
+            ForeignLoader(loader, name, *found) if is_foreign(loader) else loader
             for loader, name in zip(loaders, names, strict=True)
         ]
         self._foreign = [part for part in parts if isinstance(part, ForeignLoader)]
@@ -290,10 +290,6 @@ class LoaderTracker(Part):
             )
             for loader, name in zip(loaders, _names(name, len(loaders)), strict=True)
         ]
-
-
-def _is_foreign(loader: Any) -> bool:
-    return bool(why_not_trackable(loader)) or state_holder(loader) is not None
 
 
 def _names(name: str, count: int) -> list[str]:

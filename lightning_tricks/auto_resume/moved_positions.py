@@ -26,6 +26,7 @@ from torch.utils.data import (
 
 from lightning_tricks._lightning_compat.flavor import MisconfigurationException, Trainer, rank_zero_warn
 from lightning_tricks._shared.rng import isolated_rng, kept_generators
+from lightning_tricks.auto_resume.core.data.foreign_loader import is_foreign
 from lightning_tricks.auto_resume.core.data.loader_objects import OrderDigest
 from lightning_tricks.auto_resume.core.data.rng_state import restore_snapshot
 from lightning_tricks.auto_resume.core.data.tracked_loader import LEFT_KEY, MOVED_KEY, POSITION_KEY, num_shares
@@ -52,14 +53,10 @@ def continued_positions(
             ranks or workers.
     """
     state, of_first = saved.rank["loaders"], saved.rank_zero["loaders"]
-    if saved.world_size_changed and (known := [one for one in state.get("foreign", ()) if one and _has_state(one)]):
-        if settings.on_change != "new" and not all(one["left"] for one in known):
-            raise _other_stream("ranks", saved.world_size, trainer.world_size, "a loader with a state of its own")
-        rank_zero_warn(
-            f"AutoResume: the state of a training loader is that of {saved.world_size} ranks and is not restored: the "
-            "loader begins as in a new run."
-        )
-        state = {**state, "foreign": [None for _ in state["foreign"]]}
+    if saved.world_size_changed and state.get("foreign"):
+        foreign = [loader for loader in loaders if is_foreign(loader)]
+        pairs = zip(foreign, state["foreign"], strict=False)
+        state = {**state, "foreign": [_on_other_ranks(*pair, saved, settings, trainer) for pair in pairs]}
     positions = [position for one in of_first["train"] if (position := one[POSITION_KEY]) is not None]
     is_tracked = len(positions) == len(loaders)
     if is_tracked and any(position["batches"] and not position["at_end"] for position in positions):
@@ -162,8 +159,22 @@ def _other_stream(what: str, before: int, now: int, knows: str) -> Misconfigurat
     )
 
 
-def _has_state(position: Mapping[str, Any]) -> bool:
-    return position["state"] is not None or position["before"] is not None
+def _on_other_ranks(
+    loader: Any, position: Mapping[str, Any] | None, saved: SavedState, settings: Settings, trainer: Trainer
+) -> Mapping[str, Any] | None:
+    """Return the position of a loader that is not tracked, on another number of ranks; None for the start."""
+    if position is None or (position["state"] is None and position["before"] is None):
+        return position
+    if getattr(loader, "checks_ranks", False):  # it refuses by itself the states of ranks that had other samples
+        before = position["before"] and {**position["before"], "gave": ""}
+        return {**position, "gave": "", "before": before}
+    if settings.on_change != "new" and not position["left"]:
+        raise _other_stream("ranks", saved.world_size, trainer.world_size, f"the {type(loader).__name__}")
+    rank_zero_warn(
+        f"AutoResume: the state of the {type(loader).__name__} is that of {saved.world_size} ranks and is not "
+        "restored: it begins as in a new run."
+    )
+    return None
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from lightning_tricks.auto_resume.core.data.loader_objects import OrderDigest
 from lightning_tricks.auto_resume.model_parts import checksums
 from lightning_tricks.auto_resume.moved_positions import EpochRest
 from tests.auto_resume.killing import resumed_at, run
-from tests.auto_resume.training import Kill
+from tests.auto_resume.training import DEFAULTS, Kill
 from tests.small import QUIET, cases, fork
 
 SCRIPT: dict[str, Any] = {
@@ -352,6 +352,17 @@ def test_a_stream_is_refused_in_the_middle_of_an_epoch(tmp_path, change):
     output = (tmp_path / "output.txt").read_text()
     assert f"an epoch that it read with 2 {change}, not 1, and only the Stream knows" in output
     assert run(tmp_path, {**options, **now, "start": 2, "on_change": "new"}, script=script) == 0
+
+
+def test_a_loader_with_a_state_is_refused_in_the_middle_of_an_epoch(tmp_path):
+    options = {**DEFAULTS, "loader": "stateful", "strategy": "ddp_fork", "validate": "none", "epochs": 2, "samples": 20}
+    now = {**options, "ranks": 1, "resume": {**DEFAULTS["resume"], "on_change": "new"}}
+    assert run(tmp_path, {**options, "ranks": 2, "kill": ["on_train_batch_start", 9, "SIGKILL", 0]}) != 0
+    assert run(tmp_path, {**options, "ranks": 1}) == 1
+    output = (tmp_path / "output.txt").read_text()
+    assert "an epoch that it read with 2 ranks, not 1, and only the StatefulBatches knows" in output
+    assert run(tmp_path, now) == 0
+    assert "the StatefulBatches is that of 2 ranks and is not restored" in (tmp_path / "output.txt").read_text()
 
 
 def test_a_stream_goes_on_at_an_epochs_end(tmp_path):

@@ -211,6 +211,8 @@ class MemberLoader:
         orders: The sample orders of the members.
     """
 
+    checks_ranks = True  # AutoResume leaves a state of another number of ranks to it
+
     def __init__(self, loader: data.DataLoader[Any], orders: MemberOrders) -> None:
         self.loader, self.sampler = loader, orders
         batches = cast(data.BatchSampler, loader.batch_sampler)

@@ -47,6 +47,11 @@ def state_holder(loader: Any) -> Any:
     return stream if has_state(stream) else None
 
 
+def is_foreign(loader: Any) -> bool:
+    """Whether a loader is to be a `ForeignLoader`: torch does not know its position, or it has a state."""
+    return bool(why_not_trackable(loader)) or state_holder(loader) is not None
+
+
 def forget_loaded_state(loader: Any) -> None:
     """Let the next iteration begin at the start, where a library would begin at the loaded state once more."""
     for owner in (loader, getattr(loader, "dataset", None)):
