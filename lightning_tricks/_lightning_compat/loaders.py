@@ -228,6 +228,8 @@ def recreate_iterators(trainer: Trainer) -> None:
 def train_iterators(trainer: Trainer) -> tuple[list[Any], int]:
     """Return the iterators of the training loaders, and how many batches were fetched but not trained on."""
     fetcher: Any = trainer.fit_loop._data_fetcher
+    if fetcher is None or fetcher.combined_loader._iterator is None:  # before the first, and after the last epoch
+        return [], 0
     # A loader without a length is read one batch ahead, to know which one is the last (`_PrefetchDataFetcher`).
     return list(fetcher.combined_loader._iterator.iterators), len(fetcher.batches)
 
