@@ -24,7 +24,8 @@ from lightning_tricks._shared.rng import isolated_rng
 from lightning_tricks._shared.text import list_names
 from lightning_tricks._torch_compat.loaders import num_yielded, persistent_iterator
 from lightning_tricks.auto_resume.attribute_parts import say_unwatched
-from lightning_tricks.auto_resume.core.data.foreign_loader import ForeignLoader, has_state, is_foreign
+from lightning_tricks.auto_resume.core.attributes.user_code import is_stateful
+from lightning_tricks.auto_resume.core.data.foreign_loader import ForeignLoader, is_foreign
 from lightning_tricks.auto_resume.core.data.loader_objects import ObjectBaselines, has_persistent_workers
 from lightning_tricks.auto_resume.core.data.tracked_loader import (
     MOVED_KEY,
@@ -125,7 +126,7 @@ class LoaderTracker(Part):
 
         def states() -> list[Any]:
             ahead = self._num_ahead()
-            stateful = [part for part, loader in zip(parts, loaders, strict=True) if has_state(loader)]
+            stateful = [part for part, loader in zip(parts, loaders, strict=True) if is_stateful(loader)]
             return [part.state(ahead) if isinstance(part, ForeignLoader) else part.state_dict() for part in stateful]
 
         if self._foreign:

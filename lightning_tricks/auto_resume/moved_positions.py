@@ -147,15 +147,15 @@ def _refuse_other_streams(loader: Any, num_workers: int, saved: SavedState, trai
         ("workers", max(1, num_workers), max(1, loader.num_workers)),
     ):
         if _is_stream(loader) and before != now:
-            raise _other_stream(what, before, now, f"the {type(loader.dataset).__name__}")
+            raise _other_stream(what, before, now, loader.dataset)
 
 
-def _other_stream(what: str, before: int, now: int, knows: str) -> MisconfigurationException:
+def _other_stream(what: str, before: int, now: int, reader: Any) -> MisconfigurationException:
     return MisconfigurationException(
         f"AutoResume: the run stopped in the middle of an epoch that it read with {before} {what}, not {now}, and only "
-        f"{knows} knows how it divides its samples among them. Resume with the old number and change it at the end of "
-        "an epoch (AutoResume saves there with every_n_epochs=1), or continue with on_change='new', which repeats or "
-        "skips some samples of this epoch."
+        f"the {type(reader).__name__} knows how it divides its samples among them. Resume with the old number and "
+        "change it at the end of an epoch (AutoResume saves there with every_n_epochs=1), or continue with "
+        "on_change='new', which repeats or skips some samples of this epoch."
     )
 
 
@@ -169,7 +169,7 @@ def _on_other_ranks(
         before = position["before"] and {**position["before"], "gave": ""}
         return {**position, "gave": "", "before": before}
     if settings.on_change != "new" and not position["left"]:
-        raise _other_stream("ranks", saved.world_size, trainer.world_size, f"the {type(loader).__name__}")
+        raise _other_stream("ranks", saved.world_size, trainer.world_size, loader)
     rank_zero_warn(
         f"AutoResume: the state of the {type(loader).__name__} is that of {saved.world_size} ranks and is not "
         "restored: it begins as in a new run."

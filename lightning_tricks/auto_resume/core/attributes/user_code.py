@@ -6,7 +6,7 @@ import functools
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -109,6 +109,6 @@ def functions_of(kind: type) -> Iterator[types.FunctionType]:
         yield from (function for function in found if type(function) is types.FunctionType)
 
 
-def is_stateful(kind: Callable[..., Any]) -> bool:
-    """Whether objects of a type have a `state_dict` and a `load_state_dict`, as samplers of torchdata do."""
-    return all(callable(getattr(kind, name, None)) for name in ("state_dict", "load_state_dict"))
+def is_stateful(owner: Any) -> bool:
+    """Whether an object, or those of a type, have a `state_dict` and a `load_state_dict`, as samplers of torchdata."""
+    return all(callable(getattr(owner, name, None)) for name in ("state_dict", "load_state_dict"))

@@ -21,7 +21,7 @@ from lightning_tricks._torch_compat.loaders import loader_iterator_type
 from lightning_tricks.auto_resume.core.attributes.encoding import differing_paths
 from lightning_tricks.auto_resume.core.attributes.restoring import restore_changes
 from lightning_tricks.auto_resume.core.attributes.tracking import all_values
-from lightning_tricks.auto_resume.core.attributes.user_code import is_user_module
+from lightning_tricks.auto_resume.core.attributes.user_code import is_stateful, is_user_module
 from lightning_tricks.auto_resume.core.data.loader_objects import LoaderObjects, ObjectBaselines, value_digest
 from lightning_tricks.auto_resume.core.data.rng_state import loader_snapshot, restore_snapshot
 from lightning_tricks.auto_resume.core.data.tracked_loader import why_not_trackable
@@ -34,17 +34,12 @@ _MISSING = object()
 _NUM_WATCHED = 8  # batches after which a loader is known to draw from a global generator, or not to
 
 
-def has_state(value: Any) -> bool:
-    """Whether an object has a `state_dict` and a `load_state_dict`."""
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-
-
 def state_holder(loader: Any) -> Any:
     """Return what has the state of a loader's iteration: the loader, or a dataset that this process reads; or None."""
     if why_not_trackable(loader):
-        return loader if has_state(loader) else None
+        return loader if is_stateful(loader) else None
     stream = loader.dataset if isinstance(loader.dataset, IterableDataset) and not loader.num_workers else None
-    return stream if has_state(stream) else None
+    return stream if is_stateful(stream) else None
 
 
 def is_foreign(loader: Any) -> bool:
