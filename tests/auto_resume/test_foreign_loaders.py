@@ -270,6 +270,22 @@ def compare(before, rest, save, kind):
     assert not rest.warnings or kind == "stream with a buffer"
 
 
+@cases("kind", "generator", "own generators", "torchdata, shuffled", "litdata")
+def test_positions_in_epochs_of_one_batch_do_not_grow(kind):
+    """Each epoch's would hold that of the epoch before."""
+    with isolated_rng(seed=1):
+        whole = trained(KINDS[kind], 1, epochs=6)
+    for save in whole.saves:
+        depth, position = 0, save[3]
+        while position is not None:
+            depth, position = depth + 1, position["before"]
+        assert depth <= 3
+        with isolated_rng(seed=2):
+            rest = trained(KINDS[kind], 1, save, epochs=6)
+        assert [batch.tolist() for _, batch in rest.batches] == [b.tolist() for _, b in whole.batches[save[-1] :]]
+        assert rest.differences == []
+
+
 def test_one_batch_is_read_again_and_no_more():
     read = unseen([])
 

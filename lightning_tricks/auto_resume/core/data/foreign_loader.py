@@ -201,7 +201,9 @@ class ForeignLoader:
         state, again, before, base = None, now["batches"], None, now
         if now["state"] is not None:
             base = next((one for one in iteration.moments if one["batches"] == again - 1), now)
-            if base["batches"]:
+            # else epochs of one batch would each hold the position of the epoch before, and so on
+            is_nested = self._position is not None and self._position["before"] is not None
+            if base["batches"] or (again and is_nested):
                 state, again = encode_state(base["state"], self.name), again - base["batches"]
             else:  # it may still be that of the iteration before
                 before = self._position
