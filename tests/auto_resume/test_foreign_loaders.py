@@ -17,7 +17,7 @@ from lightning_tricks._shared.rng import capture_rng_state, isolated_rng, restor
 from lightning_tricks.auto_resume.core.data.foreign_loader import ForeignLoader, decode_state, encode_state
 from tests.small import cases, unseen
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital", "ignore:.*torchdata")
+pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital", "ignore:.*torchdata", "ignore:.*buffer is not writable")
 
 DATA = torch.randn(28, 3, generator=torch.Generator().manual_seed(3))
 BATCHES = 7
