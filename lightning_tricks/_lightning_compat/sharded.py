@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_tricks._lightning_compat.flavor import ModelParallelStrategy, Strategy
 from lightning_tricks._lightning_compat.guards import overriding
 from lightning_tricks._shared.patterns import strip_compile_prefix
+from lightning_tricks._shared.shards import put_shards, take_shards
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
@@ -78,6 +79,37 @@ def restored_before_setup(strategy: Strategy) -> Iterator[Callable[[], None]]:
         yield undo
     finally:
         undo()
+
+
+def move_shards(strategy: Strategy, checkpoint: dict[str, Any]) -> None:
+    """Move DTensors beside the weights of a checkpoint to where the strategy writes them as shards into its folder."""
+    untyped: Any = strategy
+    if is_sharding(strategy) and untyped._save_distributed_checkpoint:
+        weights, states = checkpoint.pop("state_dict"), checkpoint.pop("optimizer_states", [])
+        # Each of the states is written as shards, whatever it holds, and as many are read as there are optimizers.
+        others, shards = take_shards(checkpoint, untyped.model, f"optimizer_{len(states)}.")
+        checkpoint |= {**others, "state_dict": weights, "optimizer_states": [*states, *([shards] if shards else [])]}
+
+
+@contextmanager
+def shards_beside_weights(strategy: Strategy) -> Iterator[None]:
+    """Let a strategy write and read DTensors anywhere in a checkpoint that is a folder, not of its weights alone."""
+    if not is_sharding(strategy):
+        yield
+        return
+    untyped: Any = strategy
+    save, load = strategy.save_checkpoint, strategy.load_checkpoint
+
+    def save_checkpoint(checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        move_shards(strategy, checkpoint)
+        save(checkpoint, *args, **kwargs)
+
+    def load_checkpoint(path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        folder, checkpoint = Path(strategy.broadcast(path)), load(path, *args, **kwargs)
+        return put_shards(checkpoint, folder, untyped.model) if folder.is_dir() else checkpoint
+
+    with overriding(strategy, save_checkpoint=save_checkpoint, load_checkpoint=load_checkpoint):
+        yield
 
 
 @contextmanager

@@ -62,6 +62,21 @@ def local_part(tensor: Tensor) -> Tensor:
     return part
 
 
+def shard_as(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's part of a tensor that all ranks have, as a DTensor that is sharded as another one.
+
+    What is sharded already is returned as it is, and so is all where the other one is no DTensor.
+    """
+    if is_sharded(tensor) or not is_sharded(like):
+        return tensor
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = like.device_mesh  # type: ignore[attr-defined]
+    whole = DTensor.from_local(tensor.to(like.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    part: Tensor = whole.redistribute(placements=like.placements)  # type: ignore[attr-defined]
+    return part
+
+
 def replace_tensors(
     value: Any,
     function: Callable[[tuple[Any, ...], Tensor], Any],
@@ -101,7 +116,8 @@ def clone_tensors(value: Any, device: torch.device | str | None = None) -> Any:
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers of a module by name, tied ones by their first name."""
+    """Return the parameters and buffers of a module by name, tied ones by their first name; of FSDP2 the shards."""
+    reshard_fsdp2(module)
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
@@ -125,6 +141,8 @@ def unsharded_class(module: nn.Module) -> type[nn.Module]:
 
 def reshard_fsdp2(module: nn.Module) -> None:
     """Free the whole parameters that FSDP2 has gathered: what is set on the shards counts from the next gathering."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
     from torch.distributed import fsdp
 
     for part in module.modules():

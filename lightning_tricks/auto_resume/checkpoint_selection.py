@@ -20,14 +20,9 @@ from lightning_tricks._lightning_compat.flavor import (
 )
 from lightning_tricks._lightning_compat.sharded import is_sharding
 from lightning_tricks._shared.patterns import name_as_in_
+from lightning_tricks._shared.shards import put_shards, shape_of
 from lightning_tricks._shared.text import describe_error, list_names
-from lightning_tricks.auto_resume.core.checkpoint_contents import (
-    KeptCheckpoint,
-    find_objects,
-    load_plain_data,
-    put_shards,
-    shape_of,
-)
+from lightning_tricks.auto_resume.core.checkpoint_contents import KeptCheckpoint, find_objects, load_plain_data
 from lightning_tricks.auto_resume.core.checkpoint_folder import CHECKPOINT_KEY, Manifest, UnusableFolderError, main_file
 from lightning_tricks.auto_resume.core.tensor_block import unpack
 from lightning_tricks.auto_resume.model_checkpoint_files import carry_over

@@ -27,6 +27,7 @@ from lightning_tricks._lightning_compat.sharded import is_sharding
 from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.host_copies import HostCopies
 from lightning_tricks._shared.rng import isolated_rng
+from lightning_tricks._shared.shards import take_shards, write_shards
 from lightning_tricks._shared.tensors import gather_objects
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.auto_resume.core.checkpoint_contents import (
@@ -36,8 +37,6 @@ from lightning_tricks.auto_resume.core.checkpoint_contents import (
     object_pickle,
     plain_tensors,
     split_arguments,
-    take_shards,
-    write_shards,
 )
 from lightning_tricks.auto_resume.core.checkpoint_folder import CHECKPOINT_KEY, FORMAT, Manifest, main_file
 from lightning_tricks.auto_resume.core.durable_writing import write_atomically

@@ -4,7 +4,7 @@ When to use it: the average of the last steps is often better than the last weig
 diffusion models and GANs, and its metrics vary less from epoch to epoch.
 
 Caveats: it needs memory for one more copy of the weights that are trained, and for another one during a validation. A
-second `fit` of the module begins with the average, a resumed one with the weights of training. Sharded models are
+second `fit` of the module begins with the average, a resumed one with the weights of training. FSDP1 and DeepSpeed are
 refused.
 
 Source: Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging" (1992); Tarvainen and Valpola,

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_tricks._callback import SHARDING, TrickCallback
+from lightning_tricks._callback import FLATTENING, TrickCallback
 from lightning_tricks._lightning_compat.checkpoints import checkpoint_contents_changed
 from lightning_tricks._lightning_compat.flavor import (
     LightningModule,
@@ -23,12 +23,13 @@ from lightning_tricks._lightning_compat.flavor import (
     rank_zero_warn,
 )
 from lightning_tricks._lightning_compat.observers import around_validations
+from lightning_tricks._lightning_compat.sharded import move_shards, shards_beside_weights
 from lightning_tricks._lightning_compat.trainer import callbacks_of, model_averager
 from lightning_tricks._shared.checks import check_choice
 from lightning_tricks._shared.patterns import name_as_in_
-from lightning_tricks._shared.tensors import named_tensors, parameters_of
+from lightning_tricks._shared.tensors import named_tensors, parameters_of, shard_as
 from lightning_tricks._shared.text import list_names
-from lightning_tricks.moving_average.functional import MovingAverage, batch_statistics
+from lightning_tricks.moving_average.functional import MovingAverage, as_in, batch_statistics
 
 
 class ExponentialMovingAverage(TrickCallback):
@@ -54,15 +55,15 @@ class ExponentialMovingAverage(TrickCallback):
         every_n_steps: The number of steps of an optimizer from one update to the next.
         buffers: What an evaluation takes for the running means and variances of batch normalization: with "average",
             averages as of the weights, which are close to the statistics of the averaged weights; with "copy", those of
-            training. All other buffers are always those of training.
+            training. All other buffers are always those of training. Each rank has its own, as in training.
         evaluate: Whether validations, the end of the fit, and the `state_dict` of checkpoints use the average.
             Otherwise checkpoints alone contain it: load it with `load_weights(module, path, ema=True)`.
 
     Raises:
         TypeError: If `decay` or `every_n_steps` is not a number.
         ValueError: If `decay` or `every_n_steps` is out of range, or there is no such rule for buffers.
-        MisconfigurationException: In a fit with sharded weights, another callback that averages, local SGD, or without
-            an optimizer.
+        MisconfigurationException: In a fit under FSDP1 or DeepSpeed, with another callback that averages, local SGD, or
+            without an optimizer.
 
     Examples:
         >>> from lightning.pytorch import Trainer
@@ -97,10 +98,11 @@ class ExponentialMovingAverage(TrickCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse what cannot be averaged, and let validations and checkpoints have the average."""
         super().setup(trainer, pl_module, stage)
+        self._installed.enter_context(shards_beside_weights(trainer.strategy))
         if stage != "fit":
             return
-        message = "ExponentialMovingAverage: it does not average the shards of {}: use DDP, or leave it out."
-        self.refuse_strategies(trainer, SHARDING, message)
+        message = "ExponentialMovingAverage cannot read shards of {}: use ModelParallelStrategy, or DDP."
+        self.refuse_strategies(trainer, FLATTENING, message)
         for kind in (kind.__name__ for callback in callbacks_of(trainer) for kind in type(callback).__mro__):
             if kind in ("StochasticWeightAveraging", "WeightAveraging"):  # the newest Lightning alone has both
                 _refuse(f"{kind} would replace the weights as well: remove one of them")
@@ -120,9 +122,13 @@ class ExponentialMovingAverage(TrickCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Continue with the weights of training that a checkpoint has beside the average."""
         if self._trained:
-            name_as_in_(self._trained, pl_module.state_dict())
-            pl_module.load_state_dict(self._trained, strict=False)
+            present = pl_module.state_dict()
+            name_as_in_(self._trained, present)
+            trained = {name: shard_as(value, present.get(name, value)) for name, value in self._trained.items()}
+            pl_module.load_state_dict(trained, strict=False)
             self._trained = {}
+        if self._average.counts()["steps"]:  # where Lightning resumes within an epoch, no hook of its start is called
+            self.on_train_epoch_start(trainer, pl_module)
         super().on_train_start(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -206,10 +212,16 @@ class ExponentialMovingAverage(TrickCallback):
         counts = average.counts()
         if self.evaluate:
             averaged, trained = average.split(pl_module, checkpoint["state_dict"])
-            checkpoint |= {"state_dict": averaged, "current_model_state": self._trained or trained}
+            trained = as_in(averaged, self._trained) if self._trained else trained
+            checkpoint |= {"state_dict": averaged, "current_model_state": trained}
         updates = max(counts["steps"].values()) // self.every_n_steps
         checkpoint["averaging_state"] = {"n_averaged": torch.tensor(updates)}  # as Lightning's WeightAveraging
-        checkpoint["moving_average"] = {"counts": counts, "averages": average.others(checkpoint["state_dict"])}
+        checkpoint["moving_average"] = {
+            "counts": counts,
+            "averages": average.others(pl_module, checkpoint["state_dict"]),
+        }
+        if self._average is None:  # no fit runs, in which the strategy is told how to write them
+            move_shards(trainer.strategy, checkpoint)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Take the average and the counts of a checkpoint that is resumed, and keep the weights of training."""
@@ -219,10 +231,12 @@ class ExponentialMovingAverage(TrickCallback):
         if (saved := checkpoint.get("moving_average")) is None:
             self.say("the checkpoint has no average of this callback: a new one begins")
             return
-        averages, starts = {**checkpoint["state_dict"], **saved["averages"]}, dict(saved["counts"]["starts"])
+        present, starts = named_tensors(pl_module), dict(saved["counts"]["starts"])
+        # a strategy that has loaded shards into the module itself leaves no weights in it
+        averages = {**checkpoint.get("state_dict", present), **saved["averages"]}
         for values in (averages, starts):
-            name_as_in_(values, named_tensors(pl_module))
-        self._average.load_averages({name: averages[name] for name in starts})
+            name_as_in_(values, present)
+        self._average.load_averages({n: shard_as(averages[n], present.get(n, averages[n])) for n in starts})
         self.load_state_dict({**saved["counts"], "starts": starts})
 
 

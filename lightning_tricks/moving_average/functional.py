@@ -12,7 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tricks._shared.checks import check_count, check_fraction
-from lightning_tricks._shared.tensors import named_tensors, outside_inference_mode, to_double
+from lightning_tricks._shared.patterns import strip_compile_prefix
+from lightning_tricks._shared.tensors import (
+    full_tensor,
+    gather_objects,
+    is_sharded,
+    local_part,
+    named_tensors,
+    outside_inference_mode,
+    to_double,
+)
 from lightning_tricks._torch_compat.foreach import foreach_add_, foreach_lerp_, foreach_mul_, foreach_sub
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -67,6 +76,7 @@ class MovingAverage(nn.Module):
         self.decay, self.warmup = check_fraction("decay", decay), warmup
         self.every_n_steps = check_count("every_n_steps", every_n_steps)
         self.held: dict[str, Tensor] | None = None
+        self._is_sharded = False
         self.load_counts({"steps": {}, "skipped": {}, "starts": {}})
 
     def counts(self) -> dict[str, dict[Any, Any]]:
@@ -116,6 +126,7 @@ class MovingAverage(nn.Module):
             values, averages = cohorts.setdefault(self._starts[name], ([], []))
             values.append(tensor)
             averages.append(average)
+        self._is_sharded = any(map(is_sharded, tensors.values()))
 
     @torch.no_grad()
     def update(self, number: int, found_inf: Tensor | None = None) -> None:
@@ -132,6 +143,8 @@ class MovingAverage(nn.Module):
             self._skipped[number] = self._skipped.get(number, 0) + found_inf.sign()
         for start, (tensors, averages) in self._cohorts[number].items():
             weight = self._weight(number, start, found_inf)
+            if self._is_sharded:  # each rank averages what it holds, without the dispatch of DTensors
+                tensors, averages = [*map(local_part, tensors)], [*map(local_part, averages)]
             values = [tensor.float() if tensor.dtype in _HALF else tensor for tensor in tensors]
             if isinstance(weight, Tensor):
                 changes = foreach_sub(values, averages)
@@ -189,22 +202,42 @@ class MovingAverage(nn.Module):
 
         Args:
             module: The module, with the averages in it or not.
-            state_dict: Its present state dict.
+            state_dict: Its present state dict; of a sharded module all ranks have to give theirs.
         """
         tensors, averages = named_tensors(module), self.averages()
-        names = {_place(tensors[name]): name for name in averages if name in tensors}  # a tied weight has several
+        names = {_place(tensors[name]): name for name in averages if name in tensors}  # a hook may rename entries
+        names.pop(None, None)
+        own = {strip_compile_prefix(name): first for name, first in _first_names(module).items()}  # of copies
         averaged, trained = dict(state_dict), dict(state_dict)
         other, values = (averaged, averages) if self.held is None else (trained, self.held)
+        values = as_in(state_dict, values)
         for key, value in state_dict.items():
-            name = names.get(_place(value), key) if isinstance(value, Tensor) else key
+            name = isinstance(value, Tensor) and names.get(_place(value), own.get(strip_compile_prefix(key)))
             if name in values:
-                other[key] = values[name].to(value.dtype)
+                other[key] = values[name].to(value.device, value.dtype)
         return averaged, trained
 
-    def others(self, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
+    def others(self, module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the averages that a state dict does not have bit for bit, such as float32 of half precision."""
-        averages = self.averages().items()
-        return {name: average for name, average in averages if not _is_same(state_dict.get(name), average)}
+        averages = as_in(state_dict, self.averages())
+        averages |= {name: averages[first] for name, first in _first_names(module).items() if first in averages}
+        same = [_is_same(state_dict.get(name), average) for name, average in averages.items()]
+        if any(map(is_sharded, averages.values())):  # each rank compares its part, and all have to store theirs
+            same = [all(each) for each in zip(*gather_objects(same), strict=True)]
+        return {name: average for (name, average), is_there in zip(averages.items(), same, strict=True) if not is_there}
+
+
+def as_in(state_dict: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors as a state dict has its own: sharded, or whole on rank zero alone, as others have an empty one.
+
+    Args:
+        state_dict: Of this rank.
+        tensors: DTensors, or others, which are returned as they are; all ranks have to give them.
+    """
+    if any(map(is_sharded, filter(torch.is_tensor, state_dict.values()))) or not any(map(is_sharded, tensors.values())):
+        return dict(tensors)
+    whole = ((name, full_tensor(tensor)) for name, tensor in tensors.items())  # one after another
+    return {name: tensor.cpu() for name, tensor in whole if state_dict}
 
 
 def batch_statistics(module: nn.Module, owners: Mapping[int, int]) -> dict[str, int]:
@@ -236,10 +269,18 @@ def _key(name: str) -> str:
     return "/" + name.replace(".", "/")  # the name of a parameter has no dot
 
 
-def _place(tensor: Tensor) -> tuple[int, torch.Size]:
-    return tensor.data_ptr(), tensor.shape
+def _first_names(module: nn.Module) -> dict[str, str]:
+    """Return each name of a parameter or buffer, of which a tied one has several, and the first that it has."""
+    first = {id(tensor): name for name, tensor in named_tensors(module).items()}
+    pairs = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    return {name: first[id(tensor)] for name, tensor in pairs}
+
+
+def _place(tensor: Tensor) -> tuple[int, torch.Size] | None:
+    part = local_part(tensor)
+    return (part.data_ptr(), tensor.shape) if part.numel() else None  # ranks may have no part
 
 
 def _is_same(value: Any, average: Tensor) -> bool:
     is_alike = isinstance(value, Tensor) and value.dtype == average.dtype
-    return is_alike and torch.equal(value.to(average.device), average)
+    return is_alike and torch.equal(local_part(value).to(average.device), local_part(average))

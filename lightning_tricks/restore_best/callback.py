@@ -179,6 +179,11 @@ class RestoreBest(TrickCallback):
         if state_dict.get("rank") == self._rank:
             self.best_value, self.best_epoch, self.best_step = (state_dict[name] for name in ("value", "epoch", "step"))
             self._kept = state_dict["weights"]
+        elif "rank" in state_dict:  # of rank zero, if the number of ranks is another one
+            rank_zero_warn(
+                "RestoreBest: the best weights of the checkpoint are shards of another number of ranks. They are "
+                "dropped: the best of the validations from now on counts."
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         # after an exception they are kept for `restore`, but not in a copy

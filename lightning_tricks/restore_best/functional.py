@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_tricks._shared.tensors import local_part, outside_inference_mode, reshard_fsdp2
+from lightning_tricks._shared.tensors import local_part, named_tensors, outside_inference_mode
 
 
 def weights_and_buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -21,9 +21,7 @@ def weights_and_buffers(module: nn.Module) -> dict[str, Tensor]:
         Name -> the tensor itself, without gradients. Of a DTensor it is the part that this rank holds. Parameters that
         are not initialized yet are left out.
     """
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        reshard_fsdp2(module)
-    tensors = (*module.named_parameters(), *module.named_buffers())
+    tensors = named_tensors(module).items()
     return {name: local_part(tensor.detach()) for name, tensor in tensors if not is_lazy(tensor)}
 
 

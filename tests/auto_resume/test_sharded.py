@@ -18,9 +18,9 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.tensor import DTensor
 
 from lightning_tricks import AutoResume, LoRA, TrainableCheckpoint, seed_everything
+from lightning_tricks._shared.shards import _MetadataUnpickler
 from lightning_tricks.auto_resume import CheckpointFolder
 from lightning_tricks.auto_resume.core import signals
-from lightning_tricks.auto_resume.core.checkpoint_contents import _MetadataUnpickler
 from tests.auto_resume.killing import STOPPED, differences, kill_at, resumed_at, run
 from tests.auto_resume.training import ON_FILES
 from tests.small import QUIET, EvaluatedNet, cases, fork, loader

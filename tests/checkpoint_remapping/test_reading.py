@@ -34,7 +34,7 @@ from lightning_tricks.checkpoint_remapping import (
 )
 from lightning_tricks.checkpoint_remapping.core.files.pickle_interpreter import read_pickle
 from lightning_tricks.checkpoint_remapping.core.files.storages import FileStorages
-from tests.small import cases, without_warnings
+from tests.small import cases, same, without_warnings
 
 
 class Net(nn.Module):
@@ -561,9 +561,38 @@ def test_directories_of_torch_distributed_checkpoint():
         dcp.save({"a": torch.ones(2)}, checkpoint_id="sharded")
     with pytest.raises(NotACheckpointError, match=r"torch.distributed.checkpoint.format_utils dcp_to_torch sharded"):
         read_checkpoint("sharded")
-    Path("sharded/meta.pt").touch()
-    with pytest.raises(NotACheckpointError, match=r"lightning.pytorch.utilities.consolidate_checkpoint sharded"):
-        read_checkpoint("sharded")
+
+
+@pytest.mark.parametrize("entry", ["state_dict", "model"])
+def test_folders_of_shards_of_lightning(entry):
+    """As ModelParallelStrategy and FSDPStrategy write them; nothing of a hostile or damaged one is run or allocated."""
+    import torch.distributed.checkpoint as dcp
+
+    stored = {entry: weights(), "optimizer_0": {"state": {"a": torch.ones(2)}}}
+    with without_warnings():
+        dcp.save(stored, checkpoint_id="folder")
+    torch.save({"pytorch-lightning_version": "2.6", "epoch": 3}, "folder/meta.pt")
+    checkpoint = read_checkpoint("folder", map_location="meta" if entry == "model" else "cpu")
+    assert (checkpoint.kind, checkpoint.metadata["epoch"]) == ("lightning", 3)
+    if entry == "model":
+        assert {tensor.device.type for tensor in checkpoint.state_dict.values()} == {"meta"}
+        return
+    assert same(checkpoint.state_dict, dict(stored[entry]))
+    whole = Path("folder/.metadata").read_bytes()
+    Path("folder/.metadata").write_bytes(b"cos\nmkdir\n(S'called'\ntR.")
+    with pytest.raises(NotACheckpointError, match=r"contain os\.mkdir, which is not allowed there"):
+        read_checkpoint("folder")
+    assert not Path("called").exists()
+    metadata = pickle.loads(whole)
+    for each in metadata.state_dict_metadata.values():
+        each.size = torch.Size([10**9, 10**3])
+    Path("folder/.metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(NotACheckpointError, match="its shards would be larger than its files"):
+        read_checkpoint("folder")
+    Path("folder/.metadata").write_bytes(whole)
+    Path("folder/__0_0.distcp").write_bytes(Path("folder/__0_0.distcp").read_bytes()[:1000])
+    with pytest.raises(NotACheckpointError, match="folder is corrupt or truncated"):
+        read_checkpoint("folder")
 
 
 @pytest.mark.trap("checkpoints: a truncated file raises miniz's error, an empty one EOFError without a word")

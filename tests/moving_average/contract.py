@@ -74,7 +74,6 @@ CASES = (
         kind="changer",
         neutral={"decay": 0.0},
         instances=1,
-        refuses={"FSDP2": "does not average the shards of ModelParallel"},
         waits={"on_fit_end": 12},  # the averages and the weights of training go to the host, as the module does
         verify=verify,
     ),

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
@@ -29,6 +29,7 @@ from lightning_tricks import (
 )
 from lightning_tricks.checkpoint_remapping import CheckpointError
 from lightning_tricks.lr_schedules import CombinedOptimizer
+from lightning_tricks.moving_average import decay_at
 from tests.contract.checks import Interrupts
 from tests.moving_average.contract import average_of
 from tests.small import QUIET, EvaluatedNet, Hooks, Net, cases, fit, loader, local_sgd, same, without_warnings
@@ -223,13 +224,19 @@ def test_low_rank_changes_alone_are_averaged(tmp_path):
     assert counts["starts"].keys() == {name for name, value in net.named_parameters() if value.requires_grad}
 
 
-def test_tied_weights():
+@pytest.mark.parametrize("evaluate", [True, False])
+def test_tied_weights(evaluate, tmp_path):
     class Tied(EvaluatedNet):
         def build(self):
             self.net = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
             self.net[2].weight = self.net[0].weight
 
-    trainer = fit(net := made(Tied), EMA(), (seen := Seen()).callback())
+    trainer = fit(net := made(Tied), EMA(evaluate=evaluate), (seen := Seen()).callback())
+    trainer.save_checkpoint(tmp_path / "tied.ckpt")
+    load_weights(loaded := made(Tied), tmp_path / "tied.ckpt", ema=True)
+    assert_average(loaded, seen)
+    if not evaluate:
+        return
     assert net.net[2].weight is net.net[0].weight
     assert_average(net, seen)
     state = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
@@ -432,6 +439,20 @@ def test_a_resume_from_any_file_is_exact(way, tmp_path):
         for name in {"current_model_state", "moving_average", "state_dict", "optimizer_states"} & kept[0].keys():
             assert same(kept[0][name], kept[1][name]), name
     assert len(steps) > 0
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory", "ignore:The dirpath has")
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+def test_the_rest_of_an_epoch_that_lightning_resumes_is_averaged(tmp_path):
+    """No hook of its start is called there."""
+    train(tmp_path, "plain", epochs=1)
+    saved = torch.load(tmp_path / "step=4.ckpt", weights_only=True)["state_dict"]
+    module = train(tmp_path, "plain", (seen := Seen()).callback(), epochs=1, path=tmp_path / "step=4.ckpt")
+    assert len(seen) == 6
+    for number, step in enumerate(seen, 4):
+        for name, value in step.items():
+            saved[name].lerp_(value, 1 - decay_at(number, 0.9))
+    assert all(torch.equal(module[name], saved[name]) for name in seen[0])
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory", "ignore:The dirpath has changed")
@@ -664,11 +685,11 @@ def test_lightnings_average_beside_it_is_refused():
         fit(made(), EMA(), lightning_callbacks.EMAWeightAveraging())
 
 
-@pytest.mark.parametrize("strategy", [FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy])
-def test_shards_are_refused(strategy):
+@pytest.mark.parametrize("strategy", [FSDPStrategy, DeepSpeedStrategy])
+def test_flattened_shards_are_refused(strategy):
     # not each can be made on a machine without a GPU: the Trainer is a mock, the strategy's type is real
     trainer = SimpleNamespace(strategy=object.__new__(strategy), callbacks=[])
-    with pytest.raises(MisconfigurationException, match=f"the shards of {strategy.__name__}: use DDP"):
+    with pytest.raises(MisconfigurationException, match=f"shards of {strategy.__name__}: use ModelP"):
         EMA().setup(trainer, Net(), "fit")
 
 

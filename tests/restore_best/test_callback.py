@@ -289,7 +289,10 @@ def test_a_resumed_run_with_another_monitor_starts_anew(tmp_path, arguments, bes
 
 
 def test_the_shards_of_another_rank_do_not_count(tmp_path):
-    with pytest.warns(UserWarning, match="keeps the last weights.*or the run was resumed from a checkpoint that has"):
+    with (
+        pytest.warns(UserWarning, match="are shards of another number of ranks. They are dropped"),
+        pytest.warns(UserWarning, match="keeps the last weights.*or the run was resumed from a checkpoint that has"),
+    ):
         resumed(tmp_path / "a.ckpt", Scored((math.nan,)), "score", rank=[0, 2])
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from lightning_tricks._shared.lightning_name import lightning_name
 from lightning_tricks.checkpoint_remapping.core.errors import NotACheckpointError
 
 DOWNLOAD_AGAIN = "Download it again."
@@ -51,11 +50,7 @@ def describe_directory(path: Path) -> str:
     """Describe a directory, and how to make one file of weights from it."""
     files = {file.name for file in path.iterdir()}
     if ".metadata" in files:
-        tool = (
-            f"python -m {lightning_name()}.utilities.consolidate_checkpoint {path}"
-            if "meta.pt" in files
-            else f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} weights.pt"
-        )
+        tool = f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} weights.pt"
         return f"a directory of torch.distributed.checkpoint. Make one file of it: {tool}"
     if "zero_to_fp32.py" in files:
         return f"a DeepSpeed directory. Make one file of it: python {path / 'zero_to_fp32.py'} {path} weights.pt"

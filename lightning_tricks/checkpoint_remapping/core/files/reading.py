@@ -18,6 +18,8 @@ from lightning_tricks._shared.checks import check_path, did_you_mean
 from lightning_tricks._shared.extras import needed_for_address
 from lightning_tricks._shared.files import NotAFileError
 from lightning_tricks._shared.read_budget import Budget, OverBudgetError
+from lightning_tricks._shared.shards import read_whole
+from lightning_tricks._shared.tensors import replace_tensors
 from lightning_tricks.checkpoint_remapping.core.errors import (
     CheckpointError,
     MissingCheckpointError,
@@ -30,6 +32,7 @@ from lightning_tricks.checkpoint_remapping.core.files.other_formats import descr
 from lightning_tricks.checkpoint_remapping.core.files.pickle_values import find_placeholders
 from lightning_tricks.checkpoint_remapping.core.files.storages import MapLocation, is_available
 
+_BESIDE_SHARDS = "meta.pt"  # what Lightning and AutoResume write into a folder of shards beside them
 TIMEOUT = 60.0  # seconds in which a server must answer, or send the next bytes
 
 
@@ -43,8 +46,8 @@ def read_checkpoint(
     gives its tensors by qualified name. A file that needs far more memory or time than its size explains is refused.
 
     Args:
-        path: A local file, the index of a sharded model, or a URL (`https://...`, or one that fsspec opens), which is
-            downloaded first, with a timeout of one minute.
+        path: A local file, the index of a sharded model, a folder of shards that Lightning or `AutoResume` wrote, or a
+            URL (`https://...`, or one that fsspec opens), which is downloaded first, with a timeout of one minute.
         map_location: The device for the tensors; None for the devices that they were saved from, if they
             exist.
         mmap: Whether tensors are mapped from the file, so they take no memory before they are used.
@@ -109,12 +112,16 @@ def _download(address: str, target: Path) -> None:
 
 def _read_file(path: Path, name: str, map_location: MapLocation, mmap: bool, key: str | None) -> Checkpoint:
     with _explaining_errors(path, name):
-        if path.is_dir():
+        main_file = path / _BESIDE_SHARDS
+        if path.is_dir() and not ((path / ".metadata").is_file() and main_file.is_file()):
             raise NotACheckpointError(describe_directory(path))
         if map_location is not None and not is_available(map_location):
             raise CheckpointError(f"not read to {str(map_location)!r}, which is unavailable: pass map_location='cpu'.")
         budget = Budget(0)
-        contents = read_container(path, map_location, mmap, budget)
+        contents = read_container(main_file if path.is_dir() else path, map_location, mmap, budget)
+        if path.is_dir():
+            whole = replace_tensors(read_whole(contents[0], path), lambda _, tensor: tensor.to(map_location or "cpu"))
+            contents = whole, *contents[1:]
         return checkpoint_of_file(*contents, key, budget, name, map_location)
 
 
