@@ -87,7 +87,7 @@ class MovingAverage(nn.Module):
         """Go back to what `counts` returned; averages that began later are dropped, and `follow` has to be called."""
         self._steps = defaultdict[int, int](int, counts["steps"])
         self._skipped = dict[int, Tensor](counts["skipped"])
-        self._starts = dict[str, int](counts["starts"])
+        self._starts = {n: start for n, start in counts["starts"].items() if _key(n) in self._parameters}
         self._numbers: dict[str, int] = {}  # of the optimizers, as far as they are followed
         for key in self._parameters.keys() - set(map(_key, self._starts)):
             del self._parameters[key]

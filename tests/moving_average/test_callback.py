@@ -441,6 +441,16 @@ def test_a_resume_from_any_file_is_exact(way, tmp_path):
     assert len(steps) > 0
 
 
+@pytest.mark.filterwarnings("ignore:.*made no step", "ignore:Detected call of")
+def test_a_file_from_before_the_first_step_that_was_not_skipped(tmp_path):
+    """It has counts, and no averages."""
+    saves = Hooks(on_train_epoch_end=lambda trainer, _: trainer.save_checkpoint(tmp_path / "skipped.ckpt"))
+    fit(made(), EMA(), saves, plugins=[overflowing()], max_epochs=1)
+    trainer = Trainer(callbacks=[EMA(), (seen := Seen()).callback()], **{**QUIET, "max_epochs": 2})
+    trainer.fit(module := made(), loader(), loader(), ckpt_path=tmp_path / "skipped.ckpt")
+    assert_average(module, seen)
+
+
 @pytest.mark.filterwarnings("ignore:Checkpoint directory", "ignore:The dirpath has")
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 def test_the_rest_of_an_epoch_that_lightning_resumes_is_averaged(tmp_path):
