@@ -23,6 +23,7 @@ from lightning_tricks._lightning_compat.flavor import (
     rank_zero_warn,
 )
 from lightning_tricks._lightning_compat.loggers import muted_logger
+from lightning_tricks._lightning_compat.sharded import is_sharding
 from lightning_tricks._shared.file_locks import DirectoryLock, this_process
 from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.rng import restore_rng_state
@@ -57,6 +58,7 @@ class RunFiles:
         problem: Why the directory cannot be used, or "".
         await_save: Waits for a save that is being written.
         others: The checkpoints that others write.
+        has_parts: Whether each node keeps and sends the shards of its own ranks.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class RunFiles:
         self._lock = DirectoryLock(self.root.private / "lock")
         installed.callback(self._lock.close)
         self.mirror = mirror
+        self.has_parts = mirror is not None and trainer.num_nodes > 1 and is_sharding(trainer.strategy)
         self.loggers = LoggerState([] if mirror is None else trainer.loggers, folder.private, ())
         self.await_save: Callable[[], object] = lambda: None
         self.others = ModelCheckpointFiles(trainer, Origin(fit=self._fit), lambda: self.await_save())
@@ -82,7 +85,7 @@ class RunFiles:
         """Lock the directory, and let the loggers, which have not begun, continue where they were; on all ranks."""
         is_writer = self.trainer.node_rank == 0 and self.trainer.local_rank == 0  # `global_rank` is not set yet
         with self.noting_problems():
-            processes = self._lock_directory() if is_writer else []
+            processes = self._begin() if is_writer else []
             if not self.problem and (is_writer or self.mirror is None):  # else nothing may have been fetched yet
                 own = None if self.mirror is None else self.root.path
                 self._open_loggers(LoggerState(self.trainer.loggers, self.folder.private, processes, own), is_writer)
@@ -102,8 +105,8 @@ class RunFiles:
                 "checkpoints are complete; another dirpath would start a new run."
             )
 
-    def _lock_directory(self) -> list[Any]:
-        """Return the processes that used the directory, this one last; set `problem` if it is in use."""
+    def _lock_directory(self) -> bool:
+        """Return whether no other process uses the directory; else set `problem`."""
         self.folder.prepare()
         self.root.prepare()
         until = time.monotonic() + _SECONDS_TO_END
@@ -120,12 +123,18 @@ class RunFiles:
                 f"{last.get('host', '?')}: two runs would overwrite each other's checkpoints. Wait until it ends, or "
                 "choose another dirpath."
             )
-            return []
-        if not is_certain:
+        elif not is_certain:
             rank_zero_warn(
                 f"AutoResume: the file system of {self.root.path} does not support locks. A second run in this "
                 "directory is detected on the same host only."
             )
+        return acquired
+
+    def _begin(self) -> list[Any]:
+        """Return the processes that used the directory, this one last; set `problem` if it cannot be used."""
+        processes = self._processes() if self._lock_directory() else None
+        if processes is None:
+            return []
         if self.mirror is not None:
             self._installed.callback(self.mirror.close, self.mirror.timeout)
             self.problem = self.mirror.start(lambda sentence: rank_zero_info(f"AutoResume: {sentence}"))
@@ -178,6 +187,15 @@ class RunFiles:
         if self.mirror is not None:
             self.mirror.notify()
 
+    def report_sending(self) -> tuple[str, bool]:
+        """Return why a node could not send a checkpoint, once, or "", and whether none of them sends any more.
+
+        All ranks have to call it.
+        """
+        none = "", False
+        reports = gather_objects(none if self.mirror is None or self.trainer.local_rank else self.mirror.report())
+        return next((report for report in reports if report != none), none)
+
     def finish_sending(self, timeout: float | None) -> str:
         """Wait until all is sent to an address, at most for some seconds; return why it was not, or ""."""
         problem = "" if self.mirror is None else self.mirror.close(timeout)
@@ -188,8 +206,8 @@ class RunFiles:
         if self.mirror is not None and self.trainer.world_size > 1:
             self.loggers.set_versions(self.trainer.strategy.broadcast(self.loggers.versions()))
 
-    def fetch_on_nodes(self, manifest: Manifest) -> None:
-        """Let each node have the checkpoint that rank zero has fetched; all ranks have to call it.
+    def begin_on_nodes(self, manifest: Manifest | None) -> None:
+        """Let each node have the checkpoint that rank zero resumes, and send its shards; all ranks have to call it.
 
         Raises:
             MisconfigurationException: On all ranks, if a node cannot fetch it.
@@ -197,9 +215,17 @@ class RunFiles:
         if self.mirror is None or self.trainer.world_size == 1:
             return
         problem = ""
-        if self.trainer.node_rank > 0 and self.trainer.local_rank == 0 and manifest not in self.folder.manifests():
+        if self.trainer.node_rank > 0 and self.trainer.local_rank == 0:
             place = "" if self._fit == 1 else f"{self.folder.path.name}/"
-            problem = self.mirror.start(lambda sentence: None, only=(place, manifest.file))
+            only = None if manifest is None else (place, manifest.file)
+            if self.has_parts:
+                with self.noting_problems():
+                    if self._lock_directory():
+                        self._installed.callback(self.mirror.close, self.mirror.timeout)
+                        problem = self.mirror.start(lambda sentence: None, only)
+                problem = problem or self.problem.removeprefix("AutoResume: ")
+            elif only and manifest not in self.folder.manifests():
+                problem = self.mirror.start(lambda sentence: None, only)
         raise_for_problem(next(filter(None, gather_objects(problem and f"AutoResume: {problem}")), ""))
 
     def check_shared(self) -> None:
