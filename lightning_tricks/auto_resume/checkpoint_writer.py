@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -218,7 +219,10 @@ class CheckpointWriter:
 
     def _report_sending(self) -> None:
         """Report why the checkpoint before was not sent to an address."""
-        problem, is_lost = self.run_files.report_sending()
+        if (mirror := self.run_files.mirror) is None:
+            return
+        reports = gather_objects(mirror.report() if self.run_files.is_writer else ("", False))
+        problem, is_lost = max(reports, key=lambda report: report[::-1])
         if is_lost:
             raise MisconfigurationException(f"AutoResume: {problem}")
         self._report(
@@ -310,26 +314,22 @@ class CheckpointWriter:
 
     def _keep_on_nodes(self, saved: Manifest | None, failure: str) -> str:
         """Let the other nodes keep their part of what rank zero has saved, and all send it; return why that failed."""
-        run_files, mirror = self.run_files, self.run_files.mirror
-
-        def keep(manifest: Manifest) -> None:
-            run_files.folder.keep(manifest)
-            run_files.folder.prune(self.settings.keep_last)
-
+        folder, mirror = self.run_files.folder, self.run_files.mirror
         manifest, failure = gather_objects((saved, failure), self._group)[0]
         if manifest is not None:
             self.final_manifest = manifest if manifest.finished else None
-            if self.trainer.node_rank > 0 and self.trainer.local_rank == 0:
-                failure = self._failure_of(lambda: keep(manifest)) or failure
+            if self.run_files.is_writer and not self.trainer.is_global_zero:
+                kept = partial(folder.keep, manifest), partial(folder.prune, self.settings.keep_last)
+                failure = next(filter(None, map(self._failure_of, kept)), failure)
         failures, are_idle = zip(*gather_objects((failure, mirror and mirror.is_idle()), self._group), strict=True)
         if manifest is not None and all(are_idle):  # else they would not send the same one
-            run_files.on_saved()
+            self.run_files.on_saved()
         return next(filter(None, failures), "")
 
     def _write_shards(self, shards: Mapping[str, Tensor], failure: str) -> tuple[dict[str, tuple[str, int]], str]:
         """Write what is sharded; return the files of all ranks with SHA-256 and size, and why it failed, if it did."""
         folder, rank, files = self.run_files.folder, self.trainer.global_rank, dict[str, tuple[str, int]]()
-        if not (failure or (self.trainer.local_rank if self.run_files.has_parts else rank)):
+        if self.run_files.is_writer and not failure:
             failure = self._failure_of(folder.begin)
         failure = next(filter(None, gather_objects(failure, self._group)), "")
         failure = failure or self._failure_of(lambda: write_shards(folder.writing, shards, self._group))

@@ -81,11 +81,18 @@ class RunFiles:
         self.others = ModelCheckpointFiles(trainer, Origin(fit=self._fit), lambda: self.await_save())
         self._has_saves, self._start = False, dict[str, Any]()  # what was noted where the fit started first
 
+    @property
+    def is_writer(self) -> bool:
+        """Whether this rank begins what is written to the directory: rank zero, or the first one of a node."""
+        return self.trainer.local_rank == 0 and (self.has_parts or self.trainer.node_rank == 0)
+
     def open(self) -> None:
         """Lock the directory, and let the loggers, which have not begun, continue where they were; on all ranks."""
         is_writer = self.trainer.node_rank == 0 and self.trainer.local_rank == 0  # `global_rank` is not set yet
         with self.noting_problems():
-            processes = self._begin() if is_writer else []
+            if is_writer:
+                self._lock_directory()
+            processes = self._note_process() if is_writer and not self.problem else []
             if not self.problem and (is_writer or self.mirror is None):  # else nothing may have been fetched yet
                 own = None if self.mirror is None else self.root.path
                 self._open_loggers(LoggerState(self.trainer.loggers, self.folder.private, processes, own), is_writer)
@@ -105,8 +112,11 @@ class RunFiles:
                 "checkpoints are complete; another dirpath would start a new run."
             )
 
-    def _lock_directory(self) -> bool:
-        """Return whether no other process uses the directory; else set `problem`."""
+    def _lock_directory(self, only: tuple[str, str] | None = None) -> None:
+        """Lock the directory, let it hold what the store has, or this checkpoint alone, and remove what was left behind.
+
+        If that is impossible, `problem` says why.
+        """
         self.folder.prepare()
         self.root.prepare()
         until = time.monotonic() + _SECONDS_TO_END
@@ -123,25 +133,21 @@ class RunFiles:
                 f"{last.get('host', '?')}: two runs would overwrite each other's checkpoints. Wait until it ends, or "
                 "choose another dirpath."
             )
-        elif not is_certain:
+            return
+        if not is_certain:
             rank_zero_warn(
                 f"AutoResume: the file system of {self.root.path} does not support locks. A second run in this "
                 "directory is detected on the same host only."
             )
-        return acquired
-
-    def _begin(self) -> list[Any]:
-        """Return the processes that used the directory, this one last; set `problem` if it cannot be used."""
-        processes = self._processes() if self._lock_directory() else None
-        if processes is None:
-            return []
         if self.mirror is not None:
             self._installed.callback(self.mirror.close, self.mirror.timeout)
-            self.problem = self.mirror.start(lambda sentence: rank_zero_info(f"AutoResume: {sentence}"))
-            if self.problem:
-                self.problem = f"AutoResume: {self.problem}"
-                return []
-            processes = self._processes()  # also those of the machine before
+            problem = self.mirror.start(lambda sentence: rank_zero_info(f"AutoResume: {sentence}"), only)
+            self.problem = problem and f"AutoResume: {problem}"
+        self.folder.clean_up()
+
+    def _note_process(self) -> list[Any]:
+        """Return the processes that used the directory, those of the machine before as well, this one last."""
+        processes = self._processes()
         run = str(self.root.read_private(_RUN_FILE).get("run") or secrets.token_hex(16))
         self.others.origin = Origin(run, secrets.token_hex(8), self._fit)
         processes = [*(process for process in processes if process != this_process()), this_process()][-_MAX_PROCESSES:]
@@ -175,9 +181,8 @@ class RunFiles:
                 restore_rng_state(as_rng_state(start[RNG_STATE_KEY]))
 
     def prepare(self) -> None:
-        """Remove what killed processes left behind, and note where the loggers are at the start of the fit."""
+        """Note where the loggers are at the start of the fit."""
         with self.noting_problems():
-            self.folder.clean_up()
             if not self._has_saves:
                 self._start["loggers"] = self.loggers.records()
                 self.folder.write_private(_START_FILE, self._start)
@@ -186,15 +191,6 @@ class RunFiles:
         """Let a checkpoint that was just written be sent."""
         if self.mirror is not None:
             self.mirror.notify()
-
-    def report_sending(self) -> tuple[str, bool]:
-        """Return why a node could not send a checkpoint, once, or "", and whether none of them sends any more.
-
-        All ranks have to call it.
-        """
-        none = "", False
-        reports = gather_objects(none if self.mirror is None or self.trainer.local_rank else self.mirror.report())
-        return next((report for report in reports if report != none), none)
 
     def finish_sending(self, timeout: float | None) -> str:
         """Wait until all is sent to an address, at most for some seconds; return why it was not, or ""."""
@@ -214,19 +210,12 @@ class RunFiles:
         """
         if self.mirror is None or self.trainer.world_size == 1:
             return
-        problem = ""
-        if self.trainer.node_rank > 0 and self.trainer.local_rank == 0:
+        is_first = self.trainer.node_rank > 0 and self.trainer.local_rank == 0
+        if is_first and (self.has_parts or manifest not in (None, *self.folder.manifests())):
             place = "" if self._fit == 1 else f"{self.folder.path.name}/"
-            only = None if manifest is None else (place, manifest.file)
-            if self.has_parts:
-                with self.noting_problems():
-                    if self._lock_directory():
-                        self._installed.callback(self.mirror.close, self.mirror.timeout)
-                        problem = self.mirror.start(lambda sentence: None, only)
-                problem = problem or self.problem.removeprefix("AutoResume: ")
-            elif only and manifest not in self.folder.manifests():
-                problem = self.mirror.start(lambda sentence: None, only)
-        raise_for_problem(next(filter(None, gather_objects(problem and f"AutoResume: {problem}")), ""))
+            with self.noting_problems():
+                self._lock_directory((place, manifest.file) if manifest else None)
+        raise_for_problem(next(filter(None, gather_objects(self.problem)), ""))
 
     def check_shared(self) -> None:
         """Check that all ranks see what rank zero writes; all ranks have to call it.

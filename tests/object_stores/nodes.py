@@ -17,6 +17,7 @@ from tests.contract.processes import free_port
 from tests.object_stores.kills import has_ended, unowned
 from tests.object_stores.machines import SCRATCH, SHORT, on, output, senders
 from tests.object_stores.stores import FolderStore
+from tests.small import ranks_agree_at_once
 
 SHARDED = {**SHORT, "strategy": "fsdp2", "ranks": 2, "sanity": 0}
 
@@ -29,7 +30,8 @@ def start_nodes(machines: list[Path], address: str, *of_each: dict[str, Any], **
         number = machines.index(folder)
         os.environ.update(NODE_RANK=f"{number}", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=f"{port}")
         os.environ.update(options.pop("environment", {}))
-        fit(folder, {**DEFAULTS, **options})
+        with ranks_agree_at_once():
+            fit(folder, {**DEFAULTS, **options})
 
     given = [{**SHARDED, "nodes": len(machines), **options, **more} for more in of_each or [{}] * len(machines)]
     pairs = zip(machines, given, strict=True)
@@ -71,7 +73,10 @@ def kill_and_resume(folder: Path, store: FolderStore, kills: int, chance: random
     Returns:
         The machines, and the number of starts that resumed from a checkpoint.
     """
-    machines, resume = [folder / "machine0", folder / "machine1"], {"asynchronous": True, "send_timeout": {"seconds": 3}}
+    machines, resume = (
+        [folder / "machine0", folder / "machine1"],
+        {"asynchronous": True, "send_timeout": {"seconds": 3}},
+    )
     for number in range(kills + 1):
         processes = start_nodes(machines, store.address, resume=resume)
         if number < kills:
@@ -89,7 +94,7 @@ def kill_and_resume(folder: Path, store: FolderStore, kills: int, chance: random
 
 def kill_at_a_moment(processes: list[int], chance: random.Random) -> None:
     """Kill a node or both, with the senders or without, and soon after what is left of the others."""
-    time.sleep(chance.uniform(1, 7))
+    time.sleep(chance.uniform(1.5, 8))
     for process in chance.choice([processes[:1], processes[1:], processes]):
         sender = [] if has_ended(process) or chance.random() < 0.3 else senders(process)
         for each in (*sender, process):

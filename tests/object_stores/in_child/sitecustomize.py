@@ -12,22 +12,21 @@ if "TESTS_SECONDS_ALIVE" in os.environ:
 
     lease.SECONDS_ALIVE = float(os.environ["TESTS_SECONDS_ALIVE"])
 
-if "TESTS_SECONDS_TO_SEND" in os.environ:
+if {"TESTS_SECONDS_TO_SEND", "TESTS_REFUSED"} & os.environ.keys():
     import time
     from pathlib import Path
 
     from lightning_tricks.auto_resume.core.store.object_store import ObjectStore, StoreError
 
-    _put, _seconds = ObjectStore.put, float(os.environ["TESTS_SECONDS_TO_SEND"])
+    _put = ObjectStore.put
 
-    def put(store, name: str, path: Path) -> None:
-        """Send shards slowly, so that half of one is there for a while; never, if it takes for ever."""
-        if path.name.startswith("__"):
-            if _seconds == float("inf"):
-                raise StoreError("the store refuses this node")
-            data = path.read_bytes()
-            store.write(name, data[: len(data) // 2])
-            time.sleep(_seconds)
+    def put(store: ObjectStore, name: str, path: Path) -> None:
+        """Refuse files whose names begin so, and send others slowly: half of one is there for a while."""
+        if path.name.startswith(os.environ.get("TESTS_REFUSED", "nothing")):
+            raise StoreError("the store refuses it")
+        data = path.read_bytes()
+        store.write(name, data[: len(data) // 2])
+        time.sleep(float(os.environ.get("TESTS_SECONDS_TO_SEND", "0")))
         _put(store, name, path)
 
     ObjectStore.put = put

@@ -35,7 +35,7 @@ _FILES_RECORD = f"{PRIVATE_DIR}/files.json"  # the other files that this run has
 _SENDING, _FETCHING = "sending", "fetching"  # folders in the private one
 _FIT = re.compile(rf"((?:fit\d+/)?){re.escape(PRIVATE_DIR)}/")
 
-_SECONDS_BETWEEN_LOOKS = 1.0  # for what other nodes send
+SECONDS_BETWEEN_LOOKS = 1.0
 
 Say = Callable[[str], object]
 GivesUp = Callable[[bool], bool]
@@ -60,7 +60,6 @@ class Mirror:
         self._root = CheckpointFolder(scratch)
         self._sent: dict[str, list[int]] = {}  # names of files beside the checkpoints -> size and time of change
         self._foreign: set[str] = set()  # names that others use in the store
-        self._own_part = ""  # of the last checkpoint whose local files were sent, the beginning of its names
 
     def open(self, lease: Lease, say: Say, *, is_again: bool) -> None:
         """Become the only writer, and let the local folder hold what the store has.
@@ -83,23 +82,22 @@ class Mirror:
                 self.fetch(say, is_owner=True)
         self.note(owner=lease.number, attempt=0, problem="", lost=False)
 
-    def open_part(self, chosen: tuple[str, str] | None) -> str:
+    def open_part(self, chosen: tuple[str, str] | None, *, is_again: bool) -> str:
         """Let the local folder of another node than rank zero's hold the checkpoint that is resumed, and no other.
 
         Args:
-            chosen: What `fetch_one` takes; None for a run that begins.
+            chosen: The beginning of its fit's names ("fit2/"), and its name; None for a run that begins.
+            is_again: Whether a run goes on whose process was killed.
 
         Returns:
             Why that is impossible, or "".
         """
         self._known_address()
         self.store.sizes()  # a store that cannot be reached is an error before training
-        for folder in fit_folders(self.scratch):
+        for folder in () if is_again else fit_folders(self.scratch):
             folder.clear()
-        problem = self.fetch_one(*chosen) if chosen else ""
-        for folder in fit_folders(self.scratch):
-            folder.clean_up()
-        return problem
+        self.note(attempt=0, problem="", lost=False)
+        return self.fetch_checkpoint(CheckpointFolder(self.scratch / chosen[0]), chosen[1]) if chosen else ""
 
     def _known_address(self) -> str | None:
         """Return where the local folder was sent before; raise an error if it has checkpoints of another address."""
@@ -153,8 +151,6 @@ class Mirror:
             with suppress(FileNotFoundError, OverflowError):
                 self.store.get(name, path)
                 os.utime(path, ns=(changed, changed))  # it need not be sent again
-        for folder in fit_folders(self.scratch):
-            folder.clean_up()
 
     def fetch_records(self, prefix: str, folder: CheckpointFolder, objects: Mapping[str, int]) -> None:
         """Fetch what is beside the checkpoints of a fit in its private folder."""
@@ -163,14 +159,6 @@ class Mirror:
             # By a pattern of names that this package writes: any other object there might be put anywhere.
             if name.startswith(start) and _RECORDS.fullmatch(name[len(start) :]):
                 self.store.get(name, folder.private / name[len(start) :])
-
-    def fetch_one(self, prefix: str, name: str) -> str:
-        """Fetch a checkpoint, and return why that was impossible, or ""."""
-        folder = CheckpointFolder(self.scratch / prefix)
-        folder.private.mkdir(parents=True, exist_ok=True)
-        # What a killed fetch has left.
-        remove_path(folder.private / name)
-        return self.fetch_checkpoint(folder, name)
 
     def fetch_checkpoint(self, folder: CheckpointFolder, name: str) -> str:
         """Fetch a checkpoint; return why it is not intact, or ""."""
@@ -281,15 +269,13 @@ class Mirror:
     def send_part(self) -> None:
         """Send the local shards of the newest checkpoint of each fit, of which rank zero's node sends the rest."""
         for folder in fit_folders(self.scratch):
-            manifest, objects = self._link(folder), self.store.sizes()
-            start = _start(self.prefix_of(folder), manifest.file) if manifest else ""
-            for file, (digest, size) in manifest.shards.items() if manifest and start + MANIFEST not in objects else ():
-                path, name = (
-                    folder.private / _SENDING / PRIVATE_DIR / manifest.file / file,
-                    _of_node(start, file, digest),
-                )
-                if path.exists() and objects.get(name) != size:
-                    self.store.put(name, path)
+            if (manifest := self._link(folder)) is not None:
+                start, objects = _start(self.prefix_of(folder), manifest.file), self.store.sizes()
+                source = folder.private / _SENDING / PRIVATE_DIR / manifest.file
+                for file, (digest, size) in manifest.shards.items() if start + MANIFEST not in objects else ():
+                    path, name = source / file, _of_node(start, file, digest)
+                    if path.exists() and objects.get(name) != size:
+                        self.store.put(name, path)
             remove_path(folder.private / _SENDING)
 
     def _send_checkpoint(
@@ -301,18 +287,17 @@ class Mirror:
         data = (source / MANIFEST).read_bytes()
         is_there = start + MANIFEST in objects
         if not is_there:
-            own = {file for file in manifest.files if (source / file).exists()}
-            for file in own if self._own_part != start else ():
+            own = [file for file in manifest.files if (source / file).exists()]
+            for file in own:
                 lease.check()
                 self.store.put(start + file, source / file)
-            self._own_part = start
-            parts = {file: of for file, of in manifest.files.items() if file not in own}
-            others, is_late = {_of_node(start, file, digest): size for file, (digest, size) in parts.items()}, False
+            files, is_late = manifest.files.items(), False
+            others = {_of_node(start, file, digest): size for file, (digest, size) in files if file not in own}
             while others.items() - objects.items():
                 if is_late:
                     raise StoreError(f"other nodes have not sent their part of {manifest.file}")
                 lease.check()
-                time.sleep(_SECONDS_BETWEEN_LOOKS)
+                time.sleep(SECONDS_BETWEEN_LOOKS)
                 is_late = gives_up(any(newest.file != manifest.file for newest in folder.manifests()[:1]))
                 objects.update(self.store.sizes())  # looks once more after that
         lease.renew()  # between the bytes and the name: nobody else has begun meanwhile
@@ -425,13 +410,9 @@ def _complete(prefix: str, objects: Mapping[str, int]) -> list[str]:
 
 def _incomplete(prefix: str, objects: Mapping[str, int], before: str | None = None) -> list[str]:
     """Return the names of a fit's checkpoints that have no manifest; all, or those that are older than another one."""
-    names = _checkpoints(prefix, objects)
+    names, ends = _checkpoints(prefix, objects), (MANIFEST, MANIFEST + CORRUPT_SUFFIX)
     names = names[names.index(before) :] if before else names
-    return [
-        name
-        for name in names
-        if not any(_start(prefix, name) + MANIFEST + end in objects for end in ("", CORRUPT_SUFFIX))
-    ]
+    return [name for name in names if not {_start(prefix, name) + end for end in ends} & objects.keys()]
 
 
 def _of_node(start: str, file: str, digest: str) -> str:

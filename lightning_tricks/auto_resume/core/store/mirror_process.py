@@ -24,10 +24,9 @@ from typing import IO, Any, cast
 from lightning_tricks._shared.text import describe_error
 from lightning_tricks.auto_resume.core.checkpoint_folder import PRIVATE_DIR, CheckpointFolder
 from lightning_tricks.auto_resume.core.store.lease import Lease, LeaseLostError
-from lightning_tricks.auto_resume.core.store.mirror import STATE_FILE, Mirror
+from lightning_tricks.auto_resume.core.store.mirror import SECONDS_BETWEEN_LOOKS, STATE_FILE, Mirror
 
 _LOG_FILE = "mirror.log"  # in the private folder: what libraries print
-_SECONDS_BETWEEN_LOOKS = 1.0
 _LAST_ATTEMPTS = 3
 _SCHEDULERS_SIGNALS = [
     getattr(signal, name) for name in ("SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
@@ -54,13 +53,11 @@ class MirrorProcess:
         is_part: Whether it sends no more than the shards of a node, which is not that of rank zero.
     """
 
-    def __init__(
-        self, address: str, scratch: Path, keep: int, timeout: float, nodes: int = 1, *, is_part: bool = False
-    ) -> None:
+    def __init__(self, address: str, scratch: Path, keep: int, timeout: float, nodes: int, is_part: bool) -> None:
         self.address, self.folder = address, CheckpointFolder(scratch)
         self.timeout = timeout
-        self._order = {"address": address, "scratch": str(scratch), "keep": keep, "timeout": timeout}
-        self._order |= {"nodes": nodes, "is_part": is_part}
+        self._order = {"address": address, "scratch": str(scratch), "keep": keep, "timeout": timeout, "nodes": nodes}
+        self._order["is_part"] = self._is_part = is_part
         self._orders: IO[str] | None = None
         # Set when it starts: for a store in memory it is a thread, which cannot be killed and has no exit status.
         self._wait: Callable[[float | None], object] = lambda _: None
@@ -95,7 +92,7 @@ class MirrorProcess:
                         break
         except (OSError, ValueError) as error:
             problem = describe_error(error)
-        if problem or (only and not self._order["is_part"]):
+        if problem or (only and not self._is_part):
             self.close(self.timeout)
         return problem
 
@@ -225,11 +222,8 @@ def _serve(orders: IO[str], answers: IO[str]) -> None:
                 conf.update(order["config"])
             mirror, is_again, problem = Mirror(order["address"], Path(order["scratch"])), order["is_again"], ""
             lease = Lease(mirror.store, f"{PRIVATE_DIR}/", order["worker"])
-            if order["is_part"]:
-                problem = "" if is_again else mirror.open_part(order["only"])
-                mirror.note(attempt=0, problem="", lost=False)
-            elif order["only"]:
-                problem = mirror.fetch_one(*order["only"])
+            if order["is_part"] or order["only"]:
+                problem = mirror.open_part(order["only"], is_again=is_again)
             else:
                 mirror.open(lease, lambda sentence: answer(say=sentence), is_again=is_again)
                 if order["nodes"] > 1 and not is_again:  # the other nodes fetch what is resumed
@@ -250,11 +244,10 @@ def _serve(orders: IO[str], answers: IO[str]) -> None:
         nonlocal until
         # The parent is another process when the one that trains has ended; the pipe stays open while a forked worker
         # holds it.
-        if not lease.is_finishing and (
-            has_ended.is_set() or os.getppid() != parent
-        ):  # workers of a killed run hide its end
+        is_alone = os.getppid() != parent  # workers of a killed run hide its end
+        if not lease.is_finishing and (is_alone or has_ended.is_set()):
             lease.is_finishing, until = True, time.monotonic() + order["timeout"]
-            if os.getppid() != parent:
+            if is_alone:
                 # Nobody is left who would kill it.
                 threading.Timer(order["timeout"], os._exit, [1]).start()
         return lease.is_finishing
@@ -264,7 +257,7 @@ def _serve(orders: IO[str], answers: IO[str]) -> None:
         return (has_newer and is_asked.is_set()) or (is_finishing() and time.monotonic() > until)
 
     while left:
-        is_asked.wait(_SECONDS_BETWEEN_LOOKS)
+        is_asked.wait(SECONDS_BETWEEN_LOOKS)
         left -= is_finishing()
         try:
             lease.check()
@@ -282,7 +275,7 @@ def _serve(orders: IO[str], answers: IO[str]) -> None:
         mirror.note(problem=problem, lost=is_lost, attempt=attempt)
         if is_lost:
             return
-        if not problem and lease.is_finishing:
+        if lease.is_finishing and (not problem or (order["nodes"] > 1 and time.monotonic() > until)):
             break
     with suppress(Exception):  # it is released as well when this process has exited
         if not order["is_part"]:
