@@ -145,7 +145,8 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
             are not sharded.
         scratch: With an address, the local folder for the checkpoints, and for other files that shall be sent with
             them, such as those of loggers and ModelCheckpoint. Default: a folder in `~/.cache/lightning_tricks`, named
-            by the address and the node; the attribute `scratch` has its path.
+            by the address and the node; the attribute `scratch` has its path. Of a model that is sharded over several
+            nodes, each has its part there, those after the first in `node-1` and so on.
         send_timeout: With an address, how long a signal or an exception waits until the last checkpoint is sent, as a
             timedelta or a dict of its arguments. The end of the fit waits until it is sent.
         allow_pickle: Whether objects in a checkpoint that are neither tensors nor plain values are restored, which

@@ -113,10 +113,7 @@ class RunFiles:
             )
 
     def _lock_directory(self, only: tuple[str, str] | None = None) -> None:
-        """Lock the directory, let it hold what the store has, or this checkpoint alone, and remove what was left behind.
-
-        If that is impossible, `problem` says why.
-        """
+        """Lock the directory, and let it hold what the store has, or this checkpoint alone; else set `problem`."""
         self.folder.prepare()
         self.root.prepare()
         until = time.monotonic() + _SECONDS_TO_END
@@ -143,7 +140,7 @@ class RunFiles:
             self._installed.callback(self.mirror.close, self.mirror.timeout)
             problem = self.mirror.start(lambda sentence: rank_zero_info(f"AutoResume: {sentence}"), only)
             self.problem = problem and f"AutoResume: {problem}"
-        self.folder.clean_up()
+        self.folder.clean_up()  # of killed processes
 
     def _note_process(self) -> list[Any]:
         """Return the processes that used the directory, those of the machine before as well, this one last."""

@@ -11,11 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tests.auto_resume.killing import differences, resumed_at, start, wait_for
+from tests.auto_resume.killing import differences, start, wait_for
 from tests.auto_resume.training import DEFAULTS, fit
 from tests.contract.processes import free_port
 from tests.object_stores.kills import has_ended, unowned
-from tests.object_stores.machines import SCRATCH, SHORT, on, output, senders
+from tests.object_stores.machines import SCRATCH, SHORT, on, output, senders, wait_until
 from tests.object_stores.stores import FolderStore
 from tests.small import ranks_agree_at_once
 
@@ -67,34 +67,36 @@ def assert_complete(store: FolderStore) -> set[str]:
     return {place.rpartition("/")[2] for place in found}
 
 
-def kill_and_resume(folder: Path, store: FolderStore, kills: int, chance: random.Random) -> tuple[list[Path], int]:
+def kill_and_resume(machines: list[Path], store: FolderStore, kills: int, chance: random.Random, **options: Any) -> int:
     """Kill nodes of a run so often at random moments, with disks that are lost or not, and take it to its end.
 
     Returns:
-        The machines, and the number of starts that resumed from a checkpoint.
+        The number of starts that resumed from a checkpoint.
     """
-    machines, resume = (
-        [folder / "machine0", folder / "machine1"],
-        {"asynchronous": True, "send_timeout": {"seconds": 3}},
-    )
+    resume, resumed = {"asynchronous": True, "send_timeout": {"seconds": 3}}, 0
     for number in range(kills + 1):
-        processes = start_nodes(machines, store.address, resume=resume)
+        before = len(output(machines[0]))
+        processes = start_nodes(machines, store.address, resume=resume, **options)
         if number < kills:
+            wait_until(
+                lambda at=before, all_of=processes: (
+                    "saves to" in output(machines[0])[at:] or any(map(has_ended, all_of))
+                )
+            )
             kill_at_a_moment(processes, chance)
         statuses = [wait_for(process) for process in processes]
-        if number < kills:
-            lost = chance.choice([machines, machines[:1], machines[1:], []])
-            for machine in lost:
-                shutil.rmtree(machine / SCRATCH, ignore_errors=True)
+        resumed += "the run resumes at" in output(machines[0])[before:]
+        for machine in chance.choice([machines, machines[:1], machines[1:], []]) if number < kills else ():
+            shutil.rmtree(machine / SCRATCH, ignore_errors=True)
     assert statuses == [0, 0], said(machines)
     assert_complete(store)
     assert not unowned(store.names())
-    return machines, len(resumed_at(machines[0]))
+    return resumed
 
 
 def kill_at_a_moment(processes: list[int], chance: random.Random) -> None:
     """Kill a node or both, with the senders or without, and soon after what is left of the others."""
-    time.sleep(chance.uniform(1.5, 8))
+    time.sleep(chance.uniform(0, 4))
     for process in chance.choice([processes[:1], processes[1:], processes]):
         sender = [] if has_ended(process) or chance.random() < 0.3 else senders(process)
         for each in (*sender, process):

@@ -9,6 +9,7 @@ from packaging.version import Version
 
 from lightning_tricks.auto_resume import CheckpointFolder
 from tests.auto_resume.killing import STOPPED, resumed_at, run
+from tests.object_stores.kills import unowned
 from tests.object_stores.machines import SCRATCH, at, kill_all, kill_sender, on, output, senders, wait_until
 from tests.object_stores.nodes import SHARDED, assert_complete, assert_equal, kill_and_resume, run_nodes, said
 
@@ -53,13 +54,19 @@ def test_stopped_and_resumed(lost, folder_store, machines, whole):
         kept = sorted(path.name for path in folder.private.iterdir() if path.is_dir())
         assert len(kept) == 2
         assert kept[-1] == max(names)
+    if not lost:  # a run that had finished sends no more
+        files = {name for name in folder_store.names() if "-epoch=" in name}
+        assert run_nodes(machines, folder_store.address) == [0, 0], said(machines)
+        assert {name for name in folder_store.names() if "-epoch=" in name} == files
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_killed_at_random_moments(seed, folder_store, tmp_path, whole, monkeypatch):
+def test_killed_at_random_moments(seed, folder_store, machines, tmp_path, monkeypatch):
     """Nodes with their senders or without, on disks that are lost or not."""
-    monkeypatch.setenv("TESTS_SECONDS_TO_SEND", "0.4")
-    assert_equal(kill_and_resume(tmp_path, folder_store, 2, random.Random(seed))[0], whole)
+    monkeypatch.setenv("TESTS_SECONDS_TO_SEND", "0.3")
+    kill_and_resume(machines, folder_store, 2, random.Random(seed), epochs=4)
+    assert run(tmp_path / "whole", {**SHARDED, "guarded": False, "epochs": 4}) == 0
+    assert_equal(machines, tmp_path / "whole")
 
 
 def test_one_folder_for_all_nodes(folder_store, machines, tmp_path, whole):
@@ -141,16 +148,17 @@ def test_a_node_that_cannot_send(on_failed_save, folder_store, machines, tmp_pat
 
 
 def test_the_sender_of_another_node_is_killed(folder_store, machines, whole):
-    """It is said at the next save, and training and sending go on."""
+    """It is said at the next save, and training and sending go on; nothing is left of the checkpoint in between."""
 
     def kill():
         kill_sender()
         wait_until(lambda: not senders())
 
-    other = {"more": [at("on_train_batch_start", 6, kill)]}
+    other = {"more": [at("on_train_batch_start", 3, kill)], "environment": {"TESTS_SECONDS_TO_SEND": "1"}}
     assert run_nodes(machines, folder_store.address, {}, other, **STOP) == [STOPPED] * 2, said(machines)
     assert "the process that sends ended with status -9. Another one was started" in output(machines[0])
     assert max(assert_complete(folder_store)).endswith("step=11")
+    assert not unowned(folder_store.names())
     for machine in machines:
         shutil.rmtree(machine / SCRATCH)
     assert run_nodes(machines, folder_store.address) == [0, 0], said(machines)
