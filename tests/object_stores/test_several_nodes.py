@@ -118,24 +118,24 @@ def test_what_a_disk_has_is_not_fetched_again(folder_store, machines, whole):
 @pytest.mark.parametrize("on_failed_save", ["warn", "raise"])
 def test_a_node_that_cannot_send(on_failed_save, folder_store, machines, tmp_path):
     """No checkpoint of it counts, whatever an earlier start has left under its names; all ranks know."""
-    earlier = type(folder_store)(tmp_path / "earlier")
-    assert run_nodes(machines, earlier.address, epochs=1, resume={"keep_last": 9}) == [0, 0], said(machines)
+    earlier, resume = type(folder_store)(tmp_path / "earlier"), {"every_n_train_steps": 3, "keep_last": 9}
+    assert run_nodes(machines, earlier.address, epochs=1, resume=resume) == [0, 0], said(machines)
     for machine in machines:
         shutil.rmtree(machine)
 
-    def leave_halves():
+    def leave_stale():
         for name in earlier.names():
             if "__1_" in name:
                 data = earlier.read(name)
                 folder_store.write(name, data[: len(data) // 2])
-                folder_store.write(name.rpartition(".")[0], data)
+                folder_store.write(f"{name.rpartition('/')[0]}/__1_0.distcp", data[::-1])
 
     def wait():
         wait_until(lambda: part_of(machines[1]).read_private("mirror.json").get("problem"))
 
-    first = {"more": [at("on_train_start", 1, leave_halves)]}
+    first = {"more": [at("on_train_start", 1, leave_stale)]}
     other = {"more": [at("on_train_batch_start", 6, wait)], "environment": {"TESTS_REFUSED": "__1"}}
-    resume = {"every_n_train_steps": 3, "on_failed_save": on_failed_save, "send_timeout": {"seconds": 2}}
+    resume |= {"on_failed_save": on_failed_save, "send_timeout": {"seconds": 2}}
     statuses = run_nodes(machines, folder_store.address, first, other, epochs=1, resume=resume)
     assert statuses == ([0, 0] if on_failed_save == "warn" else [1, 1]), said(machines)
     assert "AutoResume: the checkpoint before step 6 was not sent: the store refuses it" in output(machines[0])
