@@ -8,6 +8,7 @@ import torch
 from packaging.version import Version
 
 from lightning_tricks.auto_resume import CheckpointFolder
+from lightning_tricks.cli import main
 from tests.auto_resume.killing import STOPPED, resumed_at, run
 from tests.object_stores.kills import unowned
 from tests.object_stores.machines import SCRATCH, at, kill_all, kill_sender, on, output, senders, wait_until
@@ -78,9 +79,12 @@ def test_one_folder_for_all_nodes(folder_store, machines, tmp_path, whole):
     assert_equal(machines, whole)
 
 
-def test_from_two_nodes_to_one(folder_store, machines, whole):
-    assert run_nodes(machines, folder_store.address, **STOP) == [STOPPED] * 2, said(machines)
-    assert run(machines[0], on(machines[0], folder_store.address, **SHARDED)) == 0, output(machines[0])[-3000:]
+def test_from_two_nodes_to_one(s3, machines, tmp_path, whole):
+    assert run_nodes(machines, s3.address, **STOP) == [STOPPED] * 2, said(machines)
+    assert main(["resume", "verify", s3.address]) == 0
+    assert main(["resume", "fetch", s3.address, str(tmp_path / "fetched")]) == 0
+    assert main(["resume", "verify", str(tmp_path / "fetched")]) == 0
+    assert run(machines[0], on(machines[0], s3.address, **SHARDED)) == 0, output(machines[0])[-3000:]
     assert set(resumed_at(machines[0])) == {11}
     assert_equal(machines[:1], whole)
 
