@@ -241,8 +241,8 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
         if is_address(self.dirpath):
             is_part = is_sharding(trainer.strategy) and trainer.node_rank > 0
             root = root / f"node-{trainer.node_rank}" if is_part else root  # nodes may share the scratch folder
-            sends = self.keep_last, self.seconds_to_send, trainer.num_nodes, is_part
-            mirror = MirrorProcess(str(self.dirpath), root, *sends)
+            sends = self.keep_last, self.seconds_to_send, trainer.num_nodes
+            mirror = MirrorProcess(str(self.dirpath), root, *sends, is_part=is_part)
         folder = CheckpointFolder(root / f"fit{self._num_fits_done + 1}" if self._num_fits_done else root)
         self._run_files = RunFiles(trainer, root, folder, self._installed, mirror)
         self._run_files.open()

@@ -53,7 +53,9 @@ class MirrorProcess:
         is_part: Whether it sends no more than the shards of a node, which is not that of rank zero.
     """
 
-    def __init__(self, address: str, scratch: Path, keep: int, timeout: float, nodes: int, is_part: bool) -> None:
+    def __init__(
+        self, address: str, scratch: Path, keep: int, timeout: float, nodes: int = 1, *, is_part: bool = False
+    ) -> None:
         self.address, self.folder = address, CheckpointFolder(scratch)
         self.timeout = timeout
         self._order = {"address": address, "scratch": str(scratch), "keep": keep, "timeout": timeout, "nodes": nodes}
