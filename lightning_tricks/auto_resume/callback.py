@@ -145,7 +145,8 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
             are not sharded.
         scratch: With an address, the local folder for the checkpoints, and for other files that shall be sent with
             them, such as those of loggers and ModelCheckpoint. Default: a folder in `~/.cache/lightning_tricks`, named
-            by the address and the node; the attribute `scratch` has its path.
+            by the address and the node; the attribute `scratch` has its path. Of a model that is sharded over several
+            nodes, each has its part there, those after the first in `node-1` and so on.
         send_timeout: With an address, how long a signal or an exception waits until the last checkpoint is sent, as a
             timedelta or a dict of its arguments. The end of the fit waits until it is sent.
         allow_pickle: Whether objects in a checkpoint that are neither tensors nor plain values are restored, which
@@ -236,11 +237,13 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
         EARLY_SIGNALS.wait(self, self._stop_request)
         if trainer.world_size == 1:
             self._stop_if_asked(trainer, self._stop_request)
-        root = CheckpointFolder(self._folder).path
-        folder = CheckpointFolder(root / f"fit{self._num_fits_done + 1}" if self._num_fits_done else root)
-        mirror = None
+        root, mirror = CheckpointFolder(self._folder).path, None
         if is_address(self.dirpath):
-            mirror = MirrorProcess(str(self.dirpath), root, self.keep_last, self.seconds_to_send)
+            is_part = is_sharding(trainer.strategy) and trainer.node_rank > 0
+            root = root / f"node-{trainer.node_rank}" if is_part else root  # nodes may share the scratch folder
+            sends = self.keep_last, self.seconds_to_send, trainer.num_nodes
+            mirror = MirrorProcess(str(self.dirpath), root, *sends, is_part=is_part)
+        folder = CheckpointFolder(root / f"fit{self._num_fits_done + 1}" if self._num_fits_done else root)
         self._run_files = RunFiles(trainer, root, folder, self._installed, mirror)
         self._run_files.open()
         if trainer.world_size == 1:
@@ -380,11 +383,6 @@ class AutoResume(ToldBeforeLoggers, TrickCallback):
             raise MisconfigurationException(
                 f"AutoResume does not save the shards of {strategy}. Shard with ModelParallelStrategy (FSDP2), train "
                 "with one device or DDP, or resume with Lightning's ModelCheckpoint and ckpt_path='last'."
-            )
-        if self.scratch is not None and is_sharding(trainer.strategy) and trainer.num_nodes > 1:
-            raise MisconfigurationException(
-                f"AutoResume does not send the shards of several nodes to {self.dirpath}. Give a dirpath on a file "
-                "system that all nodes share."
             )
         if "dataloader_iter" in signature(module.training_step).parameters:
             raise MisconfigurationException(

@@ -75,9 +75,9 @@ class CheckpointSelection:
                 self._note_given(user_path, manifest)
         manifest, problem = self.trainer.strategy.broadcast((manifest, problem))
         raise_for_problem(problem)
+        self.run_files.begin_on_nodes(manifest)
         if manifest is None:
             return None
-        self.run_files.fetch_on_nodes(manifest)
         path = self.folder.path_of(manifest)
         self._check_same_parameters(manifest, path)
         return manifest, path

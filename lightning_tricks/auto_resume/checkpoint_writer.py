@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ from lightning_tricks.auto_resume.run_files import RunFiles
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
 
 _SECONDS_BETWEEN_STATUSES = 10.0
+_SECONDS_BETWEEN_LOOKS = 0.5  # for whether other nodes have sent all
 _MAX_BYTES_OF_COPY = 2**29  # of a checkpoint that is written beside training if nobody chose otherwise
 
 
@@ -218,13 +220,28 @@ class CheckpointWriter:
         """Report why the checkpoint before was not sent to an address."""
         if (mirror := self.run_files.mirror) is None:
             return
-        trainer = self.trainer
-        problem, is_lost = trainer.strategy.broadcast(mirror.report())
+        reports = gather_objects(mirror.report() if self.run_files.is_writer else ("", False))
+        problem, is_lost = max(reports, key=lambda report: report[::-1])
         if is_lost:
             raise MisconfigurationException(f"AutoResume: {problem}")
         self._report(
             problem and f"AutoResume: the checkpoint before step {self.trainer.global_step} was not sent: {problem}"
         )
+
+    def finish_on_nodes(self, *, first: int) -> None:
+        """Wait until nodes from the first one on have sent the shards of their ranks; all ranks have to call it.
+
+        Raises:
+            OSError: If the end of the fit could not be sent, with `on_failed_save="raise"`.
+        """
+        if not self.run_files.has_parts:
+            return
+        self.run_files.on_saved()
+        with ThreadPoolExecutor(1) as thread:
+            sending = thread.submit(self._finish_sending if self.trainer.node_rank >= first else str)
+            while not all(gather_objects(sending.done())):  # a single exchange must not take as long as sending does
+                time.sleep(_SECONDS_BETWEEN_LOOKS)
+        self._report_unsent(" ".join(filter(None, gather_objects(sending.result()))))
 
     def finish_sending(self) -> None:
         """Wait until all is sent to an address, after a stop only for some time; on rank zero.
@@ -232,7 +249,12 @@ class CheckpointWriter:
         Raises:
             OSError: If the end of the fit could not be sent, with `on_failed_save="raise"`.
         """
-        failure = self.run_files.finish_sending(None if self.final_manifest else self.settings.seconds_to_send)
+        self._report_unsent(self._finish_sending())
+
+    def _finish_sending(self) -> str:
+        return self.run_files.finish_sending(None if self.final_manifest else self.settings.seconds_to_send)
+
+    def _report_unsent(self, failure: str) -> None:
         if failure and self.final_manifest and self.settings.on_failed_save == "raise":
             raise OSError(failure)
         if failure:
@@ -271,27 +293,44 @@ class CheckpointWriter:
         folder, files = self.run_files.folder, dict[str, tuple[str, int]]()
         if shards:
             files, failure = self._write_shards(shards, failure)
-        if failure or not self.trainer.is_global_zero:
-            return failure
+        manifest: Manifest | None = None
         problems = []
 
         def write() -> None:
+            nonlocal manifest
             manifest = folder.save(checkpoint, shards=files, **known)
             self.run_files.others.on_save(manifest.number)
             self.final_manifest = manifest if manifest.finished else None
             folder.prune(self.settings.keep_last)
-            self.run_files.on_saved()
+            if not self.run_files.has_parts:
+                self.run_files.on_saved()
             if not self.settings.allow_pickle:
                 problems.append(self._why_not_loadable(checkpoint, main_file(folder.path_of(manifest))))
 
-        return self._failure_of(write) or "".join(problems)
+        if self.trainer.is_global_zero and not failure:
+            failure = self._failure_of(write) or "".join(problems)
+        return self._keep_on_nodes(manifest, failure) if self.run_files.has_parts else failure
+
+    def _keep_on_nodes(self, saved: Manifest | None, failure: str) -> str:
+        """Let the other nodes keep their part of what rank zero has saved, and all send it; return why that failed."""
+        folder, mirror = self.run_files.folder, self.run_files.mirror
+        manifest, failure = gather_objects((saved, failure), self._group)[0]
+        if manifest is not None:
+            self.final_manifest = manifest if manifest.finished else None
+            if self.run_files.is_writer and not self.trainer.is_global_zero:
+                kept = partial(folder.keep, manifest), partial(folder.prune, self.settings.keep_last)
+                failure = next(filter(None, map(self._failure_of, kept)), failure)
+        failures, are_idle = zip(*gather_objects((failure, mirror and mirror.is_idle()), self._group), strict=True)
+        if manifest is not None and all(are_idle):  # else they would not send the same one
+            self.run_files.on_saved()
+        return next(filter(None, failures), "")
 
     def _write_shards(self, shards: Mapping[str, Tensor], failure: str) -> tuple[dict[str, tuple[str, int]], str]:
         """Write what is sharded; return the files of all ranks with SHA-256 and size, and why it failed, if it did."""
         folder, rank, files = self.run_files.folder, self.trainer.global_rank, dict[str, tuple[str, int]]()
-        if not (rank or failure):
+        if self.run_files.is_writer and not failure:
             failure = self._failure_of(folder.begin)
-        failure = gather_objects(failure, self._group)[0]
+        failure = next(filter(None, gather_objects(failure, self._group)), "")
         failure = failure or self._failure_of(lambda: write_shards(folder.writing, shards, self._group))
         failure = failure or self._failure_of(lambda: files.update(files_of_rank(folder.writing, rank)))
         failures, files_of_ranks = zip(*gather_objects((failure, files), self._group), strict=True)

@@ -349,6 +349,7 @@ class ResumableFit(FitObserver):
         if self.writer.final_manifest is not None and self.trainer.is_global_zero:
             self.run_files.on_fit_end(self.writer.final_manifest)
         self.run_files.on_saved()
+        self.writer.finish_on_nodes(first=1)
         if self._pending is not None:
             clear_restart_flags(self.trainer)
             self.state.restore(self._pending, Phase.FIT_END)
@@ -381,6 +382,7 @@ class ResumableFit(FitObserver):
         rank_zero_info(f"AutoResume: stopped by {name} at step {step}. Run the same command again to resume.")
         self.writer.write_status("stopped")
         if self.run_files.mirror is not None:  # else a launcher ends the other ranks, and this one soon after
+            self.writer.finish_on_nodes(first=0)
             self.writer.finish_sending()
             self.trainer.strategy.barrier()
         close_workers(self.trainer)  # nobody else does in a forked rank

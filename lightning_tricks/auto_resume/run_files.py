@@ -23,6 +23,7 @@ from lightning_tricks._lightning_compat.flavor import (
     rank_zero_warn,
 )
 from lightning_tricks._lightning_compat.loggers import muted_logger
+from lightning_tricks._lightning_compat.sharded import is_sharding
 from lightning_tricks._shared.file_locks import DirectoryLock, this_process
 from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.rng import restore_rng_state
@@ -57,6 +58,7 @@ class RunFiles:
         problem: Why the directory cannot be used, or "".
         await_save: Waits for a save that is being written.
         others: The checkpoints that others write.
+        has_parts: Whether each node keeps and sends the shards of its own ranks.
     """
 
     def __init__(
@@ -73,16 +75,24 @@ class RunFiles:
         self._lock = DirectoryLock(self.root.private / "lock")
         installed.callback(self._lock.close)
         self.mirror = mirror
+        self.has_parts = mirror is not None and trainer.num_nodes > 1 and is_sharding(trainer.strategy)
         self.loggers = LoggerState([] if mirror is None else trainer.loggers, folder.private, ())
         self.await_save: Callable[[], object] = lambda: None
         self.others = ModelCheckpointFiles(trainer, Origin(fit=self._fit), lambda: self.await_save())
         self._has_saves, self._start = False, dict[str, Any]()  # what was noted where the fit started first
 
+    @property
+    def is_writer(self) -> bool:
+        """Whether this rank begins what is written to the directory: rank zero, or the first one of a node."""
+        return self.trainer.local_rank == 0 and (self.has_parts or self.trainer.node_rank == 0)
+
     def open(self) -> None:
         """Lock the directory, and let the loggers, which have not begun, continue where they were; on all ranks."""
         is_writer = self.trainer.node_rank == 0 and self.trainer.local_rank == 0  # `global_rank` is not set yet
         with self.noting_problems():
-            processes = self._lock_directory() if is_writer else []
+            if is_writer:
+                self._lock_directory()
+            processes = self._note_process() if is_writer and not self.problem else []
             if not self.problem and (is_writer or self.mirror is None):  # else nothing may have been fetched yet
                 own = None if self.mirror is None else self.root.path
                 self._open_loggers(LoggerState(self.trainer.loggers, self.folder.private, processes, own), is_writer)
@@ -102,8 +112,8 @@ class RunFiles:
                 "checkpoints are complete; another dirpath would start a new run."
             )
 
-    def _lock_directory(self) -> list[Any]:
-        """Return the processes that used the directory, this one last; set `problem` if it is in use."""
+    def _lock_directory(self, only: tuple[str, str] | None = None) -> None:
+        """Lock the directory, and let it hold what the store has, or this checkpoint alone; else set `problem`."""
         self.folder.prepare()
         self.root.prepare()
         until = time.monotonic() + _SECONDS_TO_END
@@ -120,7 +130,7 @@ class RunFiles:
                 f"{last.get('host', '?')}: two runs would overwrite each other's checkpoints. Wait until it ends, or "
                 "choose another dirpath."
             )
-            return []
+            return
         if not is_certain:
             rank_zero_warn(
                 f"AutoResume: the file system of {self.root.path} does not support locks. A second run in this "
@@ -128,11 +138,13 @@ class RunFiles:
             )
         if self.mirror is not None:
             self._installed.callback(self.mirror.close, self.mirror.timeout)
-            self.problem = self.mirror.start(lambda sentence: rank_zero_info(f"AutoResume: {sentence}"))
-            if self.problem:
-                self.problem = f"AutoResume: {self.problem}"
-                return []
-            processes = self._processes()  # also those of the machine before
+            problem = self.mirror.start(lambda sentence: rank_zero_info(f"AutoResume: {sentence}"), only)
+            self.problem = problem and f"AutoResume: {problem}"
+        self.folder.clean_up()  # of killed processes
+
+    def _note_process(self) -> list[Any]:
+        """Return the processes that used the directory, those of the machine before as well, this one last."""
+        processes = self._processes()
         run = str(self.root.read_private(_RUN_FILE).get("run") or secrets.token_hex(16))
         self.others.origin = Origin(run, secrets.token_hex(8), self._fit)
         processes = [*(process for process in processes if process != this_process()), this_process()][-_MAX_PROCESSES:]
@@ -166,9 +178,8 @@ class RunFiles:
                 restore_rng_state(as_rng_state(start[RNG_STATE_KEY]))
 
     def prepare(self) -> None:
-        """Remove what killed processes left behind, and note where the loggers are at the start of the fit."""
+        """Note where the loggers are at the start of the fit."""
         with self.noting_problems():
-            self.folder.clean_up()
             if not self._has_saves:
                 self._start["loggers"] = self.loggers.records()
                 self.folder.write_private(_START_FILE, self._start)
@@ -188,19 +199,20 @@ class RunFiles:
         if self.mirror is not None and self.trainer.world_size > 1:
             self.loggers.set_versions(self.trainer.strategy.broadcast(self.loggers.versions()))
 
-    def fetch_on_nodes(self, manifest: Manifest) -> None:
-        """Let each node have the checkpoint that rank zero has fetched; all ranks have to call it.
+    def begin_on_nodes(self, manifest: Manifest | None) -> None:
+        """Let each node have the checkpoint that rank zero resumes, and send its shards; all ranks have to call it.
 
         Raises:
             MisconfigurationException: On all ranks, if a node cannot fetch it.
         """
         if self.mirror is None or self.trainer.world_size == 1:
             return
-        problem = ""
-        if self.trainer.node_rank > 0 and self.trainer.local_rank == 0 and manifest not in self.folder.manifests():
+        is_first = self.trainer.node_rank > 0 and self.trainer.local_rank == 0
+        if is_first and (self.has_parts or manifest not in (None, *self.folder.manifests())):
             place = "" if self._fit == 1 else f"{self.folder.path.name}/"
-            problem = self.mirror.start(lambda sentence: None, only=(place, manifest.file))
-        raise_for_problem(next(filter(None, gather_objects(problem and f"AutoResume: {problem}")), ""))
+            with self.noting_problems():
+                self._lock_directory((place, manifest.file) if manifest else None)
+        raise_for_problem(next(filter(None, gather_objects(self.problem)), ""))
 
     def check_shared(self) -> None:
         """Check that all ranks see what rank zero writes; all ranks have to call it.

@@ -43,6 +43,7 @@ DEFAULTS: dict[str, Any] = {
     "persistent": False,
     "iterable": "",  # "sized" or "unsized" for an IterableDataset
     "ranks": 1,
+    "nodes": 1,  # which share the ranks; a process for each runs the script
     "strategy": "ddp",  # or "fsdp2", "fsdp2 meta", "fsdp2 tensor"
     "accumulate": 1,
     "validate": "epoch",  # or "none", or a number of steps
@@ -430,7 +431,8 @@ def fit(folder: Path, options: dict[str, Any]) -> Trainer:
     elif options["validate"] != "epoch":
         given |= {"val_check_interval": options["validate"], "check_val_every_n_epoch": None}
     trainer = Trainer(
-        devices=options["ranks"],
+        devices=options["ranks"] // options["nodes"],
+        num_nodes=options["nodes"],
         strategy=strategy,
         max_epochs=options["epochs"],
         accumulate_grad_batches=options["accumulate"],

@@ -31,6 +31,7 @@ rows of `RunFingerprint` and images of `ImageLogger` make the host wait in a tra
 | MPS (macOS) | no float64, no fork, no `/proc`, only `fcntl` | training on it |
 | Windows | paths, file names, signals, locks, encodings; types are checked for it | the package itself |
 | Slurm, two nodes | `make slurm`, on a Slurm of one node; two groups of processes | a cluster of multiple machines |
+| shards of nodes with own disks | two nodes on one machine, a folder each | a cluster of multiple machines |
 | Ray Train | `make ray`, on a Ray of two nodes on one machine | a cluster of multiple machines |
 | object stores | emulators of S3, Google Cloud Storage and Azure, and `file://` | a real cloud |
 | SageMaker, SkyPilot, Kubernetes | nothing | all |

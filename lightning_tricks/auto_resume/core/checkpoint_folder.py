@@ -204,14 +204,18 @@ class CheckpointFolder:
             digest, size = write_flushed(self.writing / MAIN_FILE, lambda stream: torch.save(staged, stream))
             known |= {"file": name, "sha256": digest, "bytes": size, "written": time.time()}
             manifest = Manifest(**known)
-            write_flushed(self.writing / MANIFEST, lambda stream: stream.write(_json(manifest.record())))
-            flush_directory(self.writing)
-            self.writing.rename(self.private / name)
+            self.keep(manifest)
         except BaseException:  # what is written of it may fill the disk
             remove_path(self.writing)
             raise
-        flush_directory(self.private)
         return manifest
+
+    def keep(self, manifest: Manifest) -> None:
+        """Let what is in `writing` be the checkpoint of a manifest, or this machine's part of it."""
+        write_flushed(self.writing / MANIFEST, lambda stream: stream.write(_json(manifest.record())))
+        flush_directory(self.writing)
+        self.writing.rename(self.private / manifest.file)
+        flush_directory(self.private)
 
     def rewrite_manifest(self, manifest: Manifest, **known: Any) -> None:
         """Write a manifest again, with new values in some fields."""
@@ -240,9 +244,9 @@ class CheckpointFolder:
         *shards, main = ((self.private / manifest.file / name, *of) for name, of in manifest.files.items())
         if shards:
             with ThreadPoolExecutor(4) as threads:  # digests are computed without Python's lock
-                for stream in threads.map(_open_intact, *zip(*shards, strict=True)):
+                for stream in threads.map(open_intact, *zip(*shards, strict=True)):
                     stream.close()
-        return _open_intact(*main)
+        return open_intact(*main)
 
     def newest(self, warn: Callable[[str], object]) -> Manifest | None:
         """Return the manifest of the newest intact checkpoint, and rename newer ones that are damaged.
@@ -286,12 +290,19 @@ class CheckpointFolder:
     def prune(self, keep: int) -> None:
         """Remove all checkpoints but the newest `keep`."""
         for path in list(filter(Path.is_dir, self._checkpoints()))[keep:]:
-            remove_path(path.replace(path.with_name(f"{_REMOVING}{path.name}")))
+            remove_path(path.replace(self.aside(path.name)))
+
+    def aside(self, name: str) -> Path:
+        """Return where a checkpoint is while it is removed."""
+        return self.private / f"{_REMOVING}{name}"
 
     def clear(self) -> None:
-        """Remove all checkpoints and records; a lock and what processes print stay."""
-        for path in self.private.iterdir() if self.private.exists() else ():
-            if path.name != "lock" and path.suffix != ".log":
+        """Remove all records, and put checkpoints aside for `clean_up`; a lock and what processes print stay."""
+        self.clean_up()
+        for path in [*self.private.iterdir()] if self.private.exists() else ():
+            if CHECKPOINT_NAME.fullmatch(path.name):
+                path.replace(self.aside(path.name))
+            elif path.name != "lock" and path.suffix != ".log":
                 remove_path(path)
 
     def clean_up(self) -> None:
@@ -372,7 +383,7 @@ def _describe(error: Exception) -> str:
     return str(error)
 
 
-def _open_intact(path: Path, digest: str, size: int) -> IO[bytes]:
+def open_intact(path: Path, digest: str, size: int) -> IO[bytes]:
     """Open a file that has the bytes that were written.
 
     Raises:

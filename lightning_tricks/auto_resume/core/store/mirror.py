@@ -23,6 +23,7 @@ from lightning_tricks.auto_resume.core.checkpoint_folder import (
     UnusableFolderError,
     fit_folders,
     load_manifest,
+    open_intact,
     remove_path,
 )
 from lightning_tricks.auto_resume.core.store.lease import Lease
@@ -34,7 +35,10 @@ _FILES_RECORD = f"{PRIVATE_DIR}/files.json"  # the other files that this run has
 _SENDING, _FETCHING = "sending", "fetching"  # folders in the private one
 _FIT = re.compile(rf"((?:fit\d+/)?){re.escape(PRIVATE_DIR)}/")
 
+SECONDS_BETWEEN_LOOKS = 1.0
+
 Say = Callable[[str], object]
+GivesUp = Callable[[bool], bool]
 
 
 class Mirror:
@@ -42,7 +46,8 @@ class Mirror:
 
     The order makes it safe: first the files beside the checkpoints, then those of a checkpoint, its manifest last.
     A checkpoint without manifest does not count; one that was fetched is compared with the SHA-256 of its manifest.
-    Objects that this run has not sent are neither replaced nor removed.
+    Objects that this run has not sent are neither replaced nor removed. Where several nodes have a part of the shards,
+    each sends its own, and the node of rank zero creates the manifest once all of them are there.
 
     Args:
         address: Of the directory in the store.
@@ -64,23 +69,51 @@ class Mirror:
             StoreError: If another process writes, the store or the disk refuses something, or the local folder has
                 checkpoints of another run.
         """
-        state = self._root.read_private(STATE_FILE)
-        known = state.get("address")
+        state, known = self._root.read_private(STATE_FILE), self._known_address()
+        # Another run took over while nothing was sent here: what it wrote is newer.
+        if is_again and state.get("owner") != lease.newest_number():
+            raise lease.lost()
+        owner_before = lease.acquire(say)
+        self._sent = self._read_record()
+        if not is_again:
+            self._remove_incomplete()
+            has_other = known != self.store.address or state.get("owner") != owner_before
+            if has_other or not all(map(self._is_whole, fit_folders(self.scratch))):
+                self.fetch(say, is_owner=True)
+        self.note(owner=lease.number, attempt=0, problem="", lost=False)
+
+    def open_part(self, chosen: tuple[str, str] | None, *, is_again: bool) -> str:
+        """Let the local folder of another node than rank zero's hold the checkpoint that is resumed, and no other.
+
+        Args:
+            chosen: The beginning of its fit's names ("fit2/"), and its name; None for a run that begins.
+            is_again: Whether a run goes on whose process was killed.
+
+        Returns:
+            Why that is impossible, or "".
+        """
+        self._known_address()
+        self.store.sizes()  # a store that cannot be reached is an error before training
+        for folder in () if is_again else fit_folders(self.scratch):
+            folder.clear()
+        self.note(attempt=0, problem="", lost=False)
+        return self.fetch_checkpoint(CheckpointFolder(self.scratch / chosen[0]), chosen[1]) if chosen else ""
+
+    def _known_address(self) -> str | None:
+        """Return where the local folder was sent before; raise an error if it has checkpoints of another address."""
+        known: str | None = self._root.read_private(STATE_FILE).get("address")
         if known != self.store.address and any(folder.manifests() for folder in fit_folders(self.scratch)):
             where = f"was sent to {known}" if known else "has not been sent anywhere"
             raise StoreError(
                 f"{self.scratch} has checkpoints of a run that {where}, not to {self.store.address}. Give an empty "
                 "scratch folder."
             )
-        # Another run took over while nothing was sent here: what it wrote is newer.
-        if is_again and state.get("owner") != lease.newest_number():
-            raise lease.lost()
-        owner_before = lease.acquire(say)
-        self._remove_incomplete()
-        self._sent = self._read_record()
-        if not is_again and (known != self.store.address or state.get("owner") != owner_before):
-            self.fetch(say, is_owner=True)
-        self.note(owner=lease.number, attempt=0, problem="", lost=False)
+        return known
+
+    def _is_whole(self, folder: CheckpointFolder) -> bool:
+        """Whether no other node has files of the newest local checkpoint of a fit."""
+        newest = folder.manifests()[:1]
+        return all((folder.private / each.file / name).exists() for each in newest for name in each.files)
 
     def note(self, **values: Any) -> None:
         """Write to the state file what is known of the copy."""
@@ -127,14 +160,6 @@ class Mirror:
             if name.startswith(start) and _RECORDS.fullmatch(name[len(start) :]):
                 self.store.get(name, folder.private / name[len(start) :])
 
-    def fetch_one(self, prefix: str, name: str) -> str:
-        """Fetch a checkpoint, and return why that was impossible, or ""."""
-        folder = CheckpointFolder(self.scratch / prefix)
-        folder.private.mkdir(parents=True, exist_ok=True)
-        # What a killed fetch has left.
-        remove_path(folder.private / name)
-        return self.fetch_checkpoint(folder, name)
-
     def fetch_checkpoint(self, folder: CheckpointFolder, name: str) -> str:
         """Fetch a checkpoint; return why it is not intact, or ""."""
         problem = self.find_problem(folder, name)
@@ -154,9 +179,14 @@ class Mirror:
         try:
             self.store.get(start + MANIFEST, target / MANIFEST)
             # First: it names the files, and the SHA-256 that each has to have.
-            manifest = load_manifest(target)
-            for file in manifest.files:
-                self.store.get(start + file, target / file)
+            manifest, objects = load_manifest(target), self.store.sizes()
+            for file, (digest, size) in manifest.files.items():
+                before, of_node = folder.aside(name) / file, _of_node(start, file, digest)
+                try:
+                    open_intact(before, digest, size).close()
+                    _link_or_copy(before, target / file)
+                except (OSError, ValueError):  # it is not in the local folder
+                    self.store.get(of_node if of_node in objects else start + file, target / file)
             return staged.find_problem(manifest)
         except FileNotFoundError:
             return f"{file} is missing"
@@ -192,12 +222,14 @@ class Mirror:
 
     # -- to the store
 
-    def send(self, keep: int, lease: Lease) -> None:
+    def send(self, keep: int, lease: Lease, gives_up: GivesUp) -> None:
         """Send what has changed: files, and the newest checkpoint of each fit; then remove older checkpoints.
 
         Args:
             keep: The number of checkpoints of each fit to keep in the store.
             lease: Of the store.
+            gives_up: Called while other nodes have not sent their part of a checkpoint, with whether there is a newer
+                one; returns whether to wait no longer.
 
         Raises:
             LeaseLostError: If another process has become the owner.
@@ -208,9 +240,11 @@ class Mirror:
         self._send_files(objects, lease)  # after the links: at least as new as the checkpoints
         for folder, manifest in linked:
             if manifest is not None:
-                self._send_checkpoint(folder, manifest, objects, lease)
+                self._send_checkpoint(folder, manifest, objects, lease, gives_up)
             prefix = self.prefix_of(folder)
-            for old in _complete(prefix, objects)[keep:]:
+            complete = _complete(prefix, objects)
+            given_up = _incomplete(prefix, objects, before=complete[0]) if complete else []
+            for old in (*complete[keep:], *given_up):
                 self._remove_checkpoint(prefix, old, objects)
         self._remove_gone()  # the checkpoint before may have named them
 
@@ -225,13 +259,27 @@ class Mirror:
             target = staged.private / newest.file
             target.mkdir(parents=True)
             with suppress(FileNotFoundError):  # it was removed for a newer one
-                for name in (*newest.files, MANIFEST):
-                    _link_or_copy(folder.private / newest.file / name, target / name)
+                for name in newest.files:
+                    with suppress(FileNotFoundError):  # of another node
+                        _link_or_copy(folder.private / newest.file / name, target / name)
+                _link_or_copy(folder.private / newest.file / MANIFEST, target / MANIFEST)
                 return load_manifest(target)
         return None
 
+    def send_part(self) -> None:
+        """Send the local shards of the newest checkpoint of each fit, of which rank zero's node sends the rest."""
+        for folder in fit_folders(self.scratch):
+            if (manifest := self._link(folder)) is not None:
+                start, objects = _start(self.prefix_of(folder), manifest.file), self.store.sizes()
+                source = folder.private / _SENDING / PRIVATE_DIR / manifest.file
+                for file, (digest, size) in manifest.shards.items() if start + MANIFEST not in objects else ():
+                    path, name = source / file, _of_node(start, file, digest)
+                    if path.exists() and objects.get(name) != size:
+                        self.store.put(name, path)
+            remove_path(folder.private / _SENDING)
+
     def _send_checkpoint(
-        self, folder: CheckpointFolder, manifest: Manifest, objects: dict[str, int], lease: Lease
+        self, folder: CheckpointFolder, manifest: Manifest, objects: dict[str, int], lease: Lease, gives_up: GivesUp
     ) -> None:
         prefix = self.prefix_of(folder)
         start = _start(prefix, manifest.file)
@@ -239,9 +287,19 @@ class Mirror:
         data = (source / MANIFEST).read_bytes()
         is_there = start + MANIFEST in objects
         if not is_there:
-            for file in manifest.files:
+            own = [file for file in manifest.files if (source / file).exists()]
+            for file in own:
                 lease.check()
                 self.store.put(start + file, source / file)
+            files, is_late = manifest.files.items(), False
+            others = {_of_node(start, file, digest): size for file, (digest, size) in files if file not in own}
+            while others.items() - objects.items():
+                if is_late:
+                    raise StoreError(f"other nodes have not sent their part of {manifest.file}")
+                lease.check()
+                time.sleep(SECONDS_BETWEEN_LOOKS)
+                is_late = gives_up(any(newest.file != manifest.file for newest in folder.manifests()[:1]))
+                objects.update(self.store.sizes())  # looks once more after that
         lease.renew()  # between the bytes and the name: nobody else has begun meanwhile
         if not is_there:
             # Only if there is none, for the moment between the check and this line: of two writers, one has it.
@@ -306,11 +364,9 @@ class Mirror:
         """Remove what killed processes have sent of checkpoints that got no manifest."""
         objects = self.store.sizes()
         for prefix in _fits(objects):
-            complete = set(_complete(prefix, objects))
             # They count for nobody, and would stay, and be paid for, for ever.
-            for name in _checkpoints(prefix, objects):
-                if name not in complete and _start(prefix, name) + MANIFEST + CORRUPT_SUFFIX not in objects:
-                    self._remove_checkpoint(prefix, name, objects)
+            for name in _incomplete(prefix, objects):
+                self._remove_checkpoint(prefix, name, objects)
 
     def _remove_checkpoint(self, prefix: str, name: str, objects: Mapping[str, int]) -> None:
         start = _start(prefix, name)
@@ -350,6 +406,19 @@ def _checkpoints(prefix: str, objects: Mapping[str, int]) -> list[str]:
 def _complete(prefix: str, objects: Mapping[str, int]) -> list[str]:
     """Return the names of a fit's checkpoints that have a manifest, newest first."""
     return [name for name in _checkpoints(prefix, objects) if _start(prefix, name) + MANIFEST in objects]
+
+
+def _incomplete(prefix: str, objects: Mapping[str, int], before: str | None = None) -> list[str]:
+    """Return the names of a fit's checkpoints that have no manifest; all, or those that are older than another one."""
+    names, ends = _checkpoints(prefix, objects), (MANIFEST, MANIFEST + CORRUPT_SUFFIX)
+    names = names[names.index(before) :] if before else names
+    return [name for name in names if not {_start(prefix, name) + end for end in ends} & objects.keys()]
+
+
+def _of_node(start: str, file: str, digest: str) -> str:
+    """Return the name of an object that another node than rank zero's sends."""
+    # With its SHA-256: what a process of an earlier start still sends, as it has no lease, is never taken for it.
+    return f"{start}{file}.{digest}"
 
 
 def _manifest_first(name: str) -> bool:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -22,10 +24,9 @@ from typing import IO, Any, cast
 from lightning_tricks._shared.text import describe_error
 from lightning_tricks.auto_resume.core.checkpoint_folder import PRIVATE_DIR, CheckpointFolder
 from lightning_tricks.auto_resume.core.store.lease import Lease, LeaseLostError
-from lightning_tricks.auto_resume.core.store.mirror import STATE_FILE, Mirror
+from lightning_tricks.auto_resume.core.store.mirror import SECONDS_BETWEEN_LOOKS, STATE_FILE, Mirror
 
 _LOG_FILE = "mirror.log"  # in the private folder: what libraries print
-_SECONDS_BETWEEN_LOOKS = 1.0
 _LAST_ATTEMPTS = 3
 _SCHEDULERS_SIGNALS = [
     getattr(signal, name) for name in ("SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
@@ -48,18 +49,24 @@ class MirrorProcess:
         scratch: The local folder.
         keep: The number of checkpoints of each fit to keep in the store.
         timeout: Seconds that it may take after this process was killed.
+        nodes: The number of nodes of the run.
+        is_part: Whether it sends no more than the shards of a node, which is not that of rank zero.
     """
 
-    def __init__(self, address: str, scratch: Path, keep: int, timeout: float) -> None:
+    def __init__(
+        self, address: str, scratch: Path, keep: int, timeout: float, nodes: int = 1, *, is_part: bool = False
+    ) -> None:
         self.address, self.folder = address, CheckpointFolder(scratch)
         self.timeout = timeout
-        self._order = {"address": address, "scratch": str(scratch), "keep": keep, "timeout": timeout}
+        self._order = {"address": address, "scratch": str(scratch), "keep": keep, "timeout": timeout, "nodes": nodes}
+        self._order["is_part"] = self._is_part = is_part
         self._orders: IO[str] | None = None
         # Set when it starts: for a store in memory it is a thread, which cannot be killed and has no exit status.
         self._wait: Callable[[float | None], object] = lambda _: None
         self._poll: Callable[[], object] = lambda: None  # returns its exit status, once it has ended
         self._kill: Callable[[], object] = lambda: None
         self._reported, self._end, self._why_none = 0, "", ""
+        self._asked_at: int | None = None  # the last attempt when it was told of a checkpoint
 
     def start(
         self, say: Callable[[str], object], only: tuple[str, str] | None = None, *, is_again: bool = False
@@ -68,7 +75,8 @@ class MirrorProcess:
 
         Args:
             say: Called with sentences about it.
-            only: Fetch this checkpoint, and end: the beginning of its fit's names ("fit2/"), and its name.
+            only: Fetch this checkpoint alone: the beginning of its fit's names ("fit2/"), and its name. Then it ends,
+                unless it sends a part.
             is_again: Whether a run goes on whose process was killed, in which case nothing is fetched.
         """
         problem = f"the process that sends to {self.address} ended; {self.folder.private / _LOG_FILE} may say why"
@@ -86,7 +94,7 @@ class MirrorProcess:
                         break
         except (OSError, ValueError) as error:
             problem = describe_error(error)
-        if problem or only:
+        if problem or (only and not self._is_part):
             self.close(self.timeout)
         return problem
 
@@ -100,8 +108,17 @@ class MirrorProcess:
             self._end = self._why_none or (
                 f"the process that sends ended with status {status}. Another one was started."
             )
+        if self._orders is not None:
+            self._asked_at = self._attempt()
         with suppress(OSError):
             self._tell("send")
+
+    def is_idle(self) -> bool:
+        """Return whether nothing that it was told of is still to be sent, except by other nodes."""
+        return self._poll() is not None or self._attempt() != self._asked_at
+
+    def _attempt(self) -> int:
+        return int(self.folder.read_private(STATE_FILE).get("attempt", 0))
 
     def report(self) -> tuple[str, bool]:
         """Return why the last attempt failed, once, or ""; and whether nothing more will be sent."""
@@ -205,12 +222,17 @@ def _serve(orders: IO[str], answers: IO[str]) -> None:
                 from fsspec.config import conf
 
                 conf.update(order["config"])
-            mirror = Mirror(order["address"], Path(order["scratch"]))
-            if order["only"]:
-                answer(problem=mirror.fetch_one(*order["only"]))
-                return
+            mirror, is_again, problem = Mirror(order["address"], Path(order["scratch"])), order["is_again"], ""
             lease = Lease(mirror.store, f"{PRIVATE_DIR}/", order["worker"])
-            mirror.open(lease, lambda sentence: answer(say=sentence), is_again=order["is_again"])
+            if order["is_part"] or order["only"]:
+                problem = mirror.open_part(order["only"], is_again=is_again)
+            else:
+                mirror.open(lease, lambda sentence: answer(say=sentence), is_again=is_again)
+                if order["nodes"] > 1 and not is_again:  # the other nodes fetch what is resumed
+                    mirror.send(order["keep"], lease, lambda _: True)
+            if problem or (order["only"] and not order["is_part"]):
+                answer(problem=problem)
+                return
         except Exception as error:  # of one of fsspec's many libraries, or the disk
             if isinstance(error, LeaseLostError):
                 mirror.note(problem=str(error), lost=True, attempt=1)
@@ -218,22 +240,36 @@ def _serve(orders: IO[str], answers: IO[str]) -> None:
             return
         is_open.set()
         answer(problem="")
-    attempt, left = 0, _LAST_ATTEMPTS
-    while left:
-        is_asked.wait(_SECONDS_BETWEEN_LOOKS)
+    attempt, left, until = 0, _LAST_ATTEMPTS, math.inf
+
+    def is_finishing() -> bool:
+        nonlocal until
         # The parent is another process when the one that trains has ended; the pipe stays open while a forked worker
         # holds it.
-        if lease.is_finishing or has_ended.is_set() or os.getppid() != parent:  # workers of a killed run hide its end
-            if os.getppid() != parent and not lease.is_finishing:
+        is_alone = os.getppid() != parent  # workers of a killed run hide its end
+        if not lease.is_finishing and (is_alone or has_ended.is_set()):
+            lease.is_finishing, until = True, time.monotonic() + order["timeout"]
+            if is_alone:
                 # Nobody is left who would kill it.
                 threading.Timer(order["timeout"], os._exit, [1]).start()
-            lease.is_finishing, left = True, left - 1
+        return lease.is_finishing
+
+    def gives_up(has_newer: bool) -> bool:
+        mirror.note(attempt=attempt + 1, problem="", lost=False)  # more may be asked for while it waits
+        return (has_newer and is_asked.is_set()) or (is_finishing() and time.monotonic() > until)
+
+    while left:
+        is_asked.wait(SECONDS_BETWEEN_LOOKS)
+        left -= is_finishing()
         try:
             lease.check()
             if not lease.is_finishing and not is_asked.is_set():
                 continue
             is_asked.clear()
-            mirror.send(order["keep"], lease)
+            if order["is_part"]:
+                mirror.send_part()
+            else:
+                mirror.send(order["keep"], lease, gives_up)
             problem, is_lost = "", False
         except Exception as error:
             problem, is_lost = str(error), isinstance(error, LeaseLostError)
@@ -241,10 +277,11 @@ def _serve(orders: IO[str], answers: IO[str]) -> None:
         mirror.note(problem=problem, lost=is_lost, attempt=attempt)
         if is_lost:
             return
-        if not problem and lease.is_finishing:
+        if lease.is_finishing and (not problem or (order["nodes"] > 1 and time.monotonic() > until)):
             break
     with suppress(Exception):  # it is released as well when this process has exited
-        lease.release()
+        if not order["is_part"]:
+            lease.release()
 
 
 if __name__ == "__main__":
