@@ -72,7 +72,7 @@ def shard_as(tensor: Tensor, like: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = like.device_mesh  # type: ignore[attr-defined]
-    whole = DTensor.from_local(tensor.to(like.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    whole = DTensor.from_local(tensor.to(mesh.device_type), mesh, [Replicate()] * mesh.ndim, run_check=False)
     part: Tensor = whole.redistribute(placements=like.placements)  # type: ignore[attr-defined]
     return part
 

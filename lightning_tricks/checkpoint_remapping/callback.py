@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from lightning_tricks._lightning_compat.flavor import (
 from lightning_tricks._lightning_compat.guards import overriding
 from lightning_tricks._shared.added_parameters import RECORD_KEY
 from lightning_tricks._shared.checks import check_path
-from lightning_tricks._shared.tensors import is_sharded
+from lightning_tricks._shared.tensors import shard_as
 from lightning_tricks._torch_compat.modules import set_state_dict_versions, state_dict_versions
 from lightning_tricks.checkpoint_remapping.core.atomic_loading import load_tensors
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
@@ -211,7 +211,8 @@ def _as_lightning_checkpoint(
     if checkpoint.kind == "lightning" and (same_model or not fit):
         if fit:
             _refuse_placeholders(checkpoint)
-        return {**rest, "state_dict": weights}, plan.report
+        names = {**dict.fromkeys(checkpoint.state_dict), **found.renamed}
+        return {**_renamed(rest, names), "state_dict": weights}, plan.report
     if fit:
         rank_zero_info(
             f"CheckpointRemapping: only the weights of {checkpoint.source} are loaded. The fit starts at step 0 with "
@@ -219,6 +220,21 @@ def _as_lightning_checkpoint(
         )
     fresh: dict[str, Any] = {"state_dict": weights, "pytorch-lightning_version": lightning_version()}
     return fresh | ({"optimizer_states": [], "lr_schedulers": []} if fit else {}), plan.report
+
+
+def _renamed(values: Any, names: Mapping[str, str | None]) -> Any:
+    """Rename the keys of nested dicts that have names of weights alone, as copies of the weights have.
+
+    Args:
+        values: The dicts, in lists and dicts.
+        names: All names of the file -> that of the module, or None if it is the same.
+    """
+    if isinstance(values, list):
+        return [_renamed(value, names) for value in values]
+    if not isinstance(values, dict):
+        return values
+    own = names if values.keys() <= names.keys() else {}
+    return type(values)((own.get(key) or key, _renamed(value, names)) for key, value in values.items())
 
 
 def _refuse_placeholders(checkpoint: Checkpoint) -> None:
@@ -232,10 +248,5 @@ def _refuse_placeholders(checkpoint: Checkpoint) -> None:
 
 def _sharded_as_in(module: torch.nn.Module, tensors: dict[str, Any]) -> dict[str, Any]:
     """Return the tensors of a plan; for parameters that are sharded, the shards of this rank."""
-    placed = dict(tensors)
-    for name, own in module.state_dict(keep_vars=True).items():
-        if name in tensors and is_sharded(own):
-            from torch.distributed.tensor import distribute_tensor
-
-            placed[name] = distribute_tensor(tensors[name], own.device_mesh, own.placements)
-    return placed
+    own = module.state_dict()
+    return {name: shard_as(tensor, own.get(name, tensor)) for name, tensor in tensors.items()}

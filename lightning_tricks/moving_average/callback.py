@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from operator import is_
@@ -29,7 +29,10 @@ from lightning_tricks._shared.checks import check_choice
 from lightning_tricks._shared.patterns import name_as_in_
 from lightning_tricks._shared.tensors import named_tensors, parameters_of, shard_as
 from lightning_tricks._shared.text import list_names
+from lightning_tricks._torch_compat.tensors import tensor_version
 from lightning_tricks.moving_average.functional import MovingAverage, as_in, batch_statistics
+
+_COPIES = ("state_dict", "current_model_state")  # of the weights in a checkpoint: the average, and those of training
 
 
 class ExponentialMovingAverage(TrickCallback):
@@ -92,6 +95,7 @@ class ExponentialMovingAverage(TrickCallback):
     def _forget_run(self) -> None:
         self._average: Any = None  # a MovingAverage while a fit runs
         self._trained: dict[str, Any] = {}  # of a checkpoint, until training starts
+        self._loaded: list[dict[str, tuple[Any, int]]] = []  # what a hook of the module may change of it
         self._optimizers: dict[int, Optimizer] = {}  # that are followed
         self._stepped: dict[int, list[Tensor]] = {}  # what each of them is known to train
 
@@ -110,7 +114,7 @@ class ExponentialMovingAverage(TrickCallback):
         _AVERAGES[pl_module] = self._average
         self._installed.enter_context(around_validations(trainer, partial(self._run_validation, pl_module)))
         average = partial(self._average_weights_only, trainer, pl_module)
-        self._installed.enter_context(checkpoint_contents_changed(trainer, average, lambda _: None))
+        self._installed.enter_context(checkpoint_contents_changed(trainer, average, self._note_loaded))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse a fit without optimizers, and replicas that differ, as in local SGD."""
@@ -223,11 +227,29 @@ class ExponentialMovingAverage(TrickCallback):
         if self._average is None:  # no fit runs, in which the strategy is told how to write them
             move_shards(trainer.strategy, checkpoint)
 
+    def _note_loaded(self, checkpoint: Mapping[str, Any]) -> None:
+        self._loaded = [_versions(checkpoint.get(entry, {})) for entry in _COPIES]
+
+    def _check_hook(self, module: LightningModule, checkpoint: Mapping[str, Any]) -> None:
+        """Raise an error if a hook of the module has changed the average, and not the weights of training."""
+        changed = []
+        for entry, before in zip(_COPIES, self._loaded, strict=True):
+            now = _versions(checkpoint.get(entry, {}))
+            changed.append({name for name in module.state_dict() if _has_changed(before.get(name), now.get(name))})
+        self._loaded = []
+        if self._trained and (names := sorted(changed[0] - changed[1])):
+            _refuse(
+                f"on_load_checkpoint has changed {list_names(names, 5)} in state_dict, which has the average, and not in "
+                "current_model_state, the weights with which training goes on: change both"
+            )
+
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Take the average and the counts of a checkpoint that is resumed, and keep the weights of training."""
         if self._average is None:
             return
         self._trained = dict(checkpoint.get("current_model_state", {}))
+        if self._loaded:
+            self._check_hook(pl_module, checkpoint)
         if (saved := checkpoint.get("moving_average")) is None:
             self.say("the checkpoint has no average of this callback: a new one begins")
             return
@@ -236,12 +258,24 @@ class ExponentialMovingAverage(TrickCallback):
         averages = {**checkpoint.get("state_dict", present), **saved["averages"]}
         for values in (averages, starts):
             name_as_in_(values, present)
+        if lost := [name for name in starts if name not in averages]:
+            _refuse(
+                f"the file counts steps of {list_names(lost, 5)}, which are not in it: rename them in moving_average"
+            )
         self._average.load_averages({n: shard_as(averages[n], present.get(n, averages[n])) for n in starts})
         self.load_state_dict({**saved["counts"], "starts": starts})
 
 
 def _trainable(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
+
+
+def _versions(tensors: Mapping[str, Any]) -> dict[str, tuple[Any, int]]:
+    return {name: (value, tensor_version(value)) for name, value in tensors.items() if isinstance(value, Tensor)}
+
+
+def _has_changed(before: tuple[Any, int] | None, now: tuple[Any, int] | None) -> bool:
+    return before is not now and (before is None or now is None or before[0] is not now[0] or before[1] != now[1])
 
 
 def _refuse(reason: str) -> NoReturn:

@@ -18,6 +18,7 @@ from torch import nn
 
 from lightning_tricks import (
     AutoResume,
+    CheckpointRemapping,
     ExponentialMovingAverage,
     GradualUnfreezing,
     LoRA,
@@ -493,6 +494,65 @@ def test_a_file_without_an_average_begins_a_new_one(tmp_path, caplog):
     assert_average(module, seen)
     assert "the checkpoint has no average of this callback: a new one begins" in caplog.text
     assert not same(copied(module), copied(bare))
+
+
+class Migrated(Normed):
+    """Its hook changes the copies of a file that it is told to."""
+
+    copies = ()
+
+    def on_load_checkpoint(self, checkpoint):
+        for copy in self.copies:
+            checkpoint[copy].pop("mask")
+            checkpoint[copy]["net.0.bias"].zero_()
+            checkpoint[copy]["net.3.bias"] = checkpoint[copy]["net.3.bias"] + 1
+
+
+def resumed(module, path, *callbacks):
+    Trainer(callbacks=[*callbacks], **{**QUIET, "max_epochs": 2}).fit(module, loader(), loader(), ckpt_path=path)
+    return copied(module)
+
+
+@pytest.mark.parametrize(
+    "copies", [(), ("state_dict",), ("current_model_state",), ("state_dict", "current_model_state")]
+)
+def test_a_hook_that_changes_the_average_alone_is_an_error(copies, tmp_path):
+    """Training would go on from what it was to migrate, without a word."""
+    fit(made(), EMA()).save_checkpoint(path := tmp_path / "a.ckpt")
+    module = made(Migrated)
+    module.copies, module.strict_loading = copies, False
+    if copies == ("state_dict",):
+        words = r"changed mask, net\.0\.bias, net\.3\.bias in state_dict, .* and not in current_model_state"
+        with pytest.raises(MisconfigurationException, match=words):
+            resumed(module, path, EMA())
+        return
+    unchanged = same(resumed(module, path, EMA()), resumed(made(), path, EMA()))
+    assert unchanged is not copies
+
+
+class Renamed(EvaluatedNet):
+    def build(self):
+        super().build()
+        self.net = nn.Sequential(self.net)
+
+    def on_load_checkpoint(self, checkpoint):
+        if getattr(self, "renames", False):
+            for copy in ("state_dict", "current_model_state"):
+                checkpoint[copy] = {name.replace("net.", "net.0."): value for name, value in checkpoint[copy].items()}
+
+
+@pytest.mark.parametrize("evaluate", [True, False])
+def test_renamed_layers(evaluate, tmp_path):
+    """CheckpointRemapping renames all copies; what a hook has not renamed is named."""
+    average = partial(EMA, evaluate=evaluate)
+    fit(made(EvaluatedNet), average()).save_checkpoint(path := tmp_path / "a.ckpt")
+    expected = resumed(made(EvaluatedNet), path, average())
+    found = resumed(made(Renamed), path, average(), CheckpointRemapping())
+    assert same(list(found.values()), list(expected.values()))
+    if evaluate:
+        (module := made(Renamed)).renames = True
+        with pytest.raises(MisconfigurationException, match=r"counts steps of net\.0\.weight, .* rename them"):
+            resumed(module, path, average())
 
 
 def test_another_number_of_steps_between_updates_averages_what_began_late(tmp_path):
