@@ -239,8 +239,8 @@ class ExponentialMovingAverage(TrickCallback):
         self._loaded = []
         if self._trained and (names := sorted(changed[0] - changed[1])):
             _refuse(
-                f"on_load_checkpoint has changed {list_names(names, 5)} in state_dict, which has the average, and not in "
-                "current_model_state, the weights with which training goes on: change both"
+                f"on_load_checkpoint has changed {list_names(names, 5)} in state_dict, which has the average, and not "
+                "in current_model_state, the weights with which training goes on: change both"
             )
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
