@@ -38,6 +38,7 @@ def part_of(machine):
 
 
 @pytest.mark.parametrize("lost", [(), (0,), (1,), (0, 1)])
+@pytest.mark.sampled(3)
 def test_stopped_and_resumed(lost, folder_store, machines, whole):
     """By a signal to the other node, with any of the disks lost; no more is left than what belongs to checkpoints."""
     assert run_nodes(machines, folder_store.address, **STOP) == [STOPPED] * 2, said(machines)
@@ -62,6 +63,7 @@ def test_stopped_and_resumed(lost, folder_store, machines, whole):
 
 
 @pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.sampled(2)
 def test_killed_at_random_moments(seed, folder_store, machines, tmp_path, monkeypatch):
     """Nodes with their senders or without, on disks that are lost or not."""
     monkeypatch.setenv("TESTS_SECONDS_TO_SEND", "0.3")
