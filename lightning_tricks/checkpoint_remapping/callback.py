@@ -226,11 +226,9 @@ def _renamed(values: Any, names: Mapping[str, str | None]) -> Any:
     """Rename the keys of nested dicts that have names of weights alone, as copies of the weights have.
 
     Args:
-        values: The dicts, in lists and dicts.
+        values: The dicts.
         names: All names of the file -> that of the module, or None if it is the same.
     """
-    if isinstance(values, list):
-        return [_renamed(value, names) for value in values]
     if not isinstance(values, dict):
         return values
     own = names if values.keys() <= names.keys() else {}
