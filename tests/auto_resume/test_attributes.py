@@ -172,7 +172,7 @@ _VALUES = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(before=_VALUES, after=_VALUES)
 def test_any_value_is_restored_in_a_fresh_object(before, after, tmp_path_factory):
     old, fresh = Holder(it=before), Holder(it=before)

@@ -248,7 +248,7 @@ def resume_epoch(data, state, count, prefetches=False, epochs=0, **options):
     st.sampled_from(["shuffle", "order", "generator", "weights", "eager", "alone", "batches"]),
     st.randoms(use_true_random=False),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_resumes_anywhere_without_reading_earlier_samples(size, batch_size, drop_last, kind, chance):
     def options():
         if kind == "weights":
@@ -542,7 +542,7 @@ def test_why_not_trackable():
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 700))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_raw_random_state_is_restored(seed, drawn):
     with isolated_rng(seed=seed):
         for _ in range(drawn % 5):

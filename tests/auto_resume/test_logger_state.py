@@ -24,7 +24,7 @@ def write_rows(path, header, rows):
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=8), st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_rows_are_those_of_the_save(tmp_path_factory, growth, data):
     """Rows are added between saves, and columns, with which the file is written anew; a kill may end that."""
     folder = tmp_path_factory.mktemp("rows")

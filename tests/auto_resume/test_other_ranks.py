@@ -265,7 +265,7 @@ def test_a_schedule_of_a_longer_run_on_other_ranks(tmp_path):
     assert run(tmp_path, {**SCRIPT, **longer}, script=script) == 0, (tmp_path / "output.txt").read_text()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), count=st.integers(1, 40), size=st.integers(1, 5), shuffle=st.booleans(), drops=st.booleans())
 def test_what_is_left_is_what_nobody_has_read(data, count, size, shuffle, drops):
     """For any number of samples, batches and ranks, with torch's own loaders."""

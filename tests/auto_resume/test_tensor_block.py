@@ -54,7 +54,7 @@ def tensors(value):
 
 
 @given(VALUES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_all_come_back_to_their_places(value):
     packed = pack(value)
     assert tensors(packed["others"]) == []

@@ -15,7 +15,7 @@ from lightning_tricks.calibration import Calibration, calibration_scores
 from lightning_tricks.calibration.functional import fit_calibration, fit_temperature, fit_vector, isotonic_steps
 from tests.metrics.test_probability_metrics import slow_values
 
-FEW = settings(max_examples=40, deadline=None, derandomize=True)
+FEW = settings(max_examples=40, derandomize=True)
 SEEDS = st.integers(0, 2**20)
 
 
@@ -101,7 +101,7 @@ def test_vector_scaling_is_the_minimum_that_lbfgs_finds(classes):
     torch.testing.assert_close(fit_vector(1e5 * given, target)[0] * 1e5, scale)  # whatever the unit of the logits
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(SEEDS, st.integers(1, 80), st.sampled_from(["free", "ties", "near 1", "near 0"]), st.booleans())
 def test_isotonic_regression_is_scikit_learns(seed, rows, kind, soft):
     generator = np.random.default_rng(seed)

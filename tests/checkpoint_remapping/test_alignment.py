@@ -94,7 +94,7 @@ def test_the_order_of_a_file_does_not_matter(architecture, origin, other):
 
 
 @given(st.randoms(use_true_random=False), st.sampled_from(["resnet50", "mobilenetv2_100", "vit_tiny_patch16_224"]))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_other_words_never_mislead(random, name):
     """Every word of the names is another one, and the order is lost: right, or refused."""
     net = small_timm(name)

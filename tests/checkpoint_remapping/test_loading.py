@@ -598,7 +598,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64]
         st.text("abc.", min_size=1), st.tuples(st.lists(st.integers(0, 3)), st.sampled_from(DTYPES)), min_size=1
     )
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_what_is_saved_is_read(shapes):
     tensors = {name: torch.randint(0, 2, size).to(dtype) for name, (size, dtype) in shapes.items()}
     for path in ("w.pt", "w.safetensors"):

@@ -457,7 +457,7 @@ VALUES = st.recursive(
 
 
 @given(VALUES, st.sampled_from(range(6)))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_plain_values_are_those_of_pickle(value, protocol):
     assert read_pickle(io.BytesIO(pickle.dumps(value, protocol=protocol)), Budget(0)) == value
 
@@ -470,7 +470,7 @@ def test_plain_values_are_charged_before_they_fill_the_memory():
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_bytes_give_a_checkpoint_error(data):
     Path("w.pt").write_bytes(data)
     with pytest.raises(CheckpointError, match=r"^w.pt is "):

@@ -151,7 +151,7 @@ PREFIXES = st.sampled_from(["model", "net", "student", "backbone", "encoder_q", 
     st.dictionaries(st.sampled_from(["stem", "body", "head", "stem.0", "body.1"]), WRAPPERS, max_size=3),
     st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @pytest.mark.trap("checkpoints: prefixes and wrappers in the wild, at any depth")
 def test_any_stack_of_wrappers_loads_every_tensor(stack, inner, counters):
     original, other = Deep(), Deep()

@@ -51,8 +51,8 @@ def test_readme_counts_the_callbacks_that_refuse_a_setting():
     table = (README.parent / "docs" / "support.md").read_text(encoding="utf-8")
     rows = [line.split(" | ") for line in table.partition("Refuses |")[2].partition("\n\n")[0].splitlines()[2:]]
     refusals = Counter(name for row in rows for name in re.findall(r"`\w+`", row[3]))
-    assert refusals == {"`Microbatching`": 2, "`ExponentialMovingAverage`": 1}
-    text = "; `Microbatching`\nrefuses two of them, and `ExponentialMovingAverage` sharding, with"
+    assert refusals == {"`Microbatching`": 2}
+    text = "; `Microbatching`\nrefuses two of them with"
     assert text in README.read_text(encoding="utf-8")
 
 

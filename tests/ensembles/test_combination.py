@@ -30,7 +30,7 @@ def _scores(n=5, rows=7, classes=4, seed=0):
     return torch.randn(n, rows, classes, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.integers(1, 6), st.integers(1, 9), st.integers(2, 5), st.integers(0, 99))
 def test_combinations_are_torchensembles(n, rows, classes, seed):
     scores = _scores(n, rows, classes, seed)
@@ -40,7 +40,7 @@ def test_combinations_are_torchensembles(n, rows, classes, seed):
     assert torch.equal(majority(scores), operator.majority_vote(probabilities))  # ties included
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.lists(st.integers(0, 9), min_size=2, max_size=5).filter(any), st.integers(0, 99))
 def test_weights_are_members_given_several_times(times, seed):
     scores = _scores(len(times), seed=seed)
@@ -111,7 +111,7 @@ def test_the_loss_shows_the_mean_and_trains_the_sum():
     assert losses.grad.tolist() == [1, 1, 1]
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.integers(1, 6), st.integers(2, 5), st.integers(0, 99))
 def test_entropies_by_their_definition(n, classes, seed):
     scores = _scores(n, 3, classes, seed)

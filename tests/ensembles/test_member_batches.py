@@ -21,7 +21,7 @@ class Graph:
     names: list[str]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 9))
 def test_rows_of_nested_batches(n, size, seed):
     rows = n * size

@@ -46,7 +46,7 @@ def _penalty_of_loops(gates, lamda):
 
 
 @given(st.integers(1, 4), st.integers(1, 6), st.floats(0, 10), st.integers(0, 2**31))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_the_penalty_is_that_of_loops(depth, batch, lamda, seed):
     gates = torch.rand(2, batch, 2**depth - 1, generator=torch.Generator().manual_seed(seed)) * 0.98 + 0.01
     found = balance_penalty(gates, lamda)

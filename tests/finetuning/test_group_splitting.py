@@ -205,7 +205,7 @@ def test_refuses_what_it_cannot_split():
     assert [group["params"] for group in optimizer.param_groups] == [[head, body]], "nothing was changed"
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=1, max_size=4), min_size=1, max_size=3))
 def test_every_parameter_stays_once_with_its_rate(factors):
     groups = [[nn.Parameter(torch.ones(1)) for _ in some] for some in factors]

@@ -141,7 +141,7 @@ def test_it_pickles_and_copies(kind):
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 4), st.integers(1, 3), st.floats(0.1, 50))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_a_side_branch_is_the_changed_weight(inputs, outputs, batch, rank, alpha):
     """What the layer computes is what a plain layer with the weight computes that is read from it."""
     rank = min(rank, inputs, outputs)

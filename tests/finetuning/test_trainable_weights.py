@@ -255,7 +255,7 @@ def test_a_truncated_file_is_refused_in_words(tmp_path):
 _NAMES = [name for name in build().state_dict() if "extra" not in name]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(changed=st.sets(st.sampled_from(_NAMES)), always=st.sets(st.sampled_from(_NAMES)))
 def test_whatever_changes_is_restored(changed, always):
     model, base = build(), base_fingerprints(build())

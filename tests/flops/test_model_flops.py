@@ -20,7 +20,7 @@ from lightning_tricks.flops.core.operator_counter import find_rule
 from tests.small import cases, without_warnings
 
 _SIZE = st.integers(1, 9)
-_FEW = settings(max_examples=8, deadline=None)
+_FEW = settings(max_examples=8)
 _MEAN = torch.ones(8)
 
 

@@ -379,7 +379,7 @@ def test_a_step_that_is_skipped_twice_is_skipped_once(fused):
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), max_size=300), st.integers(1, 60))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_counts_are_those_of_counting_each_step_alone(steps, every):
     counts = StepCounts()
     clipped = skipped = consecutive = most = 0
@@ -399,7 +399,7 @@ def test_counts_are_those_of_counting_each_step_alone(steps, every):
 
 
 @given(st.lists(st.lists(st.sampled_from([0.5, 1.0, 2.0, math.inf, math.nan]), min_size=1, max_size=2), max_size=300))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_norms_are_counted_later_as_in_their_step(norms_by_step):
     counts, clipped, skipped = StepCounts(), 0, 0
     for norms in norms_by_step:  # of one group or two

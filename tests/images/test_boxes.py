@@ -56,7 +56,7 @@ def test_outlines_are_those_of_torchvision(seed, width):
 numbers = st.floats(-9, 20, width=32) | st.sampled_from([float("nan"), float("inf"), -float("inf"), 1e30])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(numbers, numbers, numbers, numbers), max_size=4), st.integers(1, 6))
 def test_any_numbers_are_drawn_as_the_slow_twin_draws_them(boxes, width):
     corners = torch.tensor(boxes).reshape(-1, 4)

@@ -11,7 +11,7 @@ from lightning_tricks.images import denormalize, image_grid, to_numpy, to_pil, t
 from lightning_tricks.images.functional import concat_samples, rank_predictions
 from tests.small import cases
 
-FEW = settings(max_examples=40, deadline=None, derandomize=True)
+FEW = settings(max_examples=40, derandomize=True)
 SIDES = st.integers(1, 9)
 
 

@@ -21,7 +21,7 @@ from lightning_tricks.metrics import (
 )
 from tests.small import cases, without_warnings
 
-FEW = settings(max_examples=25, deadline=None, derandomize=True)
+FEW = settings(max_examples=25, derandomize=True)
 SEEDS = st.integers(0, 2**20)
 
 

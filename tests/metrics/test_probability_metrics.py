@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Using `DistributedSampler`"),
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
 ]
-FEW = settings(max_examples=30, deadline=None, derandomize=True)
+FEW = settings(max_examples=30, derandomize=True)
 SEEDS = st.integers(0, 2**20)
 
 

@@ -25,7 +25,7 @@ from lightning_tricks.metrics.core.counts import (
 from lightning_tricks.metrics.core.own_metrics import MulticlassAUROC
 
 SEEDS = st.integers(0, 2**20)
-FEW = settings(max_examples=30, deadline=None, derandomize=True)
+FEW = settings(max_examples=30, derandomize=True)
 
 
 def test_what_fits_no_cell_is_counted_beside_them():

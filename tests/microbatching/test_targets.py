@@ -141,7 +141,7 @@ def test_real_fp16(size):
 
 
 @given(counts=st.lists(st.integers(0, 5000), min_size=1, max_size=6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_weights_that_never_exceed_one_make_the_mean(counts):
     mean, gradient = TargetMean(lambda batch: batch, torch.device("cpu")), torch.zeros(1, dtype=torch.float64)
     for place, number in enumerate(counts):

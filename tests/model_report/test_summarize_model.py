@@ -26,7 +26,7 @@ def trained(*sizes):
     return model, optimizer
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(1, 9), st.integers(1, 9))
 def test_numbers_are_torchs(size, out):
     model, optimizer = trained(size, out)

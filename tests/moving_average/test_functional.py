@@ -35,7 +35,7 @@ def run(values, average, found=()):
     return average.averages()["net.weight"]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(count=st.integers(1, 40), decay=DECAYS, warmup=st.booleans(), every=st.integers(1, 4))
 def test_it_is_the_closed_form(count, decay, warmup, every):
     values = walk(count)
@@ -45,7 +45,7 @@ def test_it_is_the_closed_form(count, decay, warmup, every):
     torch.testing.assert_close(average, expected, rtol=1e-9, atol=1e-9)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(found=st.lists(st.booleans(), min_size=1, max_size=30), warmup=st.booleans(), every=st.integers(1, 4))
 def test_a_step_that_is_skipped_on_the_device_does_not_count(found, warmup, every):
     values = walk(len(found))
@@ -121,7 +121,7 @@ def test_the_average_of_half_precision_moves(dtype):
     assert torch.equal(plain, torch.ones(3, dtype=dtype))  # or float32 would not be needed
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(decay=DECAYS, warmup=st.booleans(), value=st.floats(-1e9, 1e9, width=32))
 def test_what_does_not_change_keeps_its_bits(decay, warmup, value):
     weight = torch.full((3,), value)

@@ -80,7 +80,7 @@ def test_two_tensors_of_one_shape_that_change_places_are_seen(elements):
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_each_bit_counts(data):
     size = data.draw(st.sampled_from([1, 7, 64, 5000, 3 * ROW, 2 * LONG + 7]))
     x = torch.arange(size, dtype=torch.float32)
@@ -91,7 +91,7 @@ def test_each_bit_counts(data):
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_order_counts(data):
     """Two elements that change places are seen, even if but the highest bit of a word differs."""
     size = data.draw(st.sampled_from([2, 64, 5000, 4 * ROW, 2 * LONG, 2 * LONG + 7]))

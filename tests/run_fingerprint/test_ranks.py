@@ -321,7 +321,7 @@ def test_only_the_ranks_that_share_batches_are_named():
     assert found["data"].startswith("Ranks 0, 2, and ranks 1, 4 read the same batches from step 0 ")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 40), st.integers(0, 60), st.integers(1, 3))
 def test_the_same_batches_are_proven_by_thirteen_different_ones(different, begun, passes):
     """The oracle counts what is equal in a row, by hand."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console, Group
 from rich.text import Text
@@ -150,7 +150,6 @@ def check(table, text, width, whole_numbers):
 
 
 @pytest.mark.parametrize("name", TABLES)
-@settings(deadline=None)  # the first time, a table is made
 @given(width=st.integers(20, 200))
 @example(20)
 @example(40)

@@ -32,7 +32,7 @@ def limit_by_numpy(values: list[float], threshold: float, window: int) -> float:
     return float(np.exp(min(max(robust, plain, 2.5 * last.max() - 1.5 * np.median(last)), 700)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(values=VALUES, window=st.integers(2, 30), threshold=st.floats(0.5, 20))
 def test_the_limit_is_that_of_the_last_usual_values(values, window, threshold):
     band, usual = RobustBand(threshold, window, warmup_steps=3), list[float]()
@@ -46,7 +46,7 @@ def test_the_limit_is_that_of_the_last_usual_values(values, window, threshold):
     assert again.limit() == band.limit()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(values=st.lists(st.floats(-10, 10) | st.just(0.0), min_size=1, max_size=30), threshold=st.floats(1e-3, 20))
 def test_no_value_up_to_the_largest_of_the_last_ones_is_a_spike(values, threshold):
     band = RobustBand(threshold, window=20, warmup_steps=0)

@@ -17,7 +17,7 @@ def drawn():
     return random.random(), np.random.rand(), torch.rand(2)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(batches=st.integers(0, 7), own=st.sampled_from(("global", "loader", "sampler")), raises=st.booleans())
 def test_what_follows_is_as_without_it(batches, own, raises):
     found = []
