@@ -37,7 +37,6 @@ torch.set_num_threads(1)
 torch.zeros((), requires_grad=True).backward()
 
 # How fast examples are made depends on what else the machine does
-# a machine that does other things is no fault
 settings.register_profile("thorough", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("tests", settings.get_profile("thorough"), max_examples=40)
 

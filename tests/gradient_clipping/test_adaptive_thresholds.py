@@ -18,7 +18,7 @@ def _updates(threshold, norms):
     return [threshold.update(torch.tensor(norm)).item() for norm in norms]
 
 
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(norms=_norms, percentile=st.floats(1, 100), history=st.integers(1, 20))
 def test_percentile_equals_numpy(norms, percentile, history):
     seen = _updates(PercentileThreshold(percentile, history), norms)
@@ -61,7 +61,7 @@ def test_z_score_equals_the_reference_implementation(z, decay, warmup_steps):
 
 
 @pytest.mark.trap("gradient_clipping: one NaN poisons ZClip's averages for ever")
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(norms=st.lists(st.one_of(st.floats(2**-10, 2**10, width=32), st.just(math.nan), st.just(math.inf)), max_size=60))
 @pytest.mark.parametrize("make", [lambda: PercentileThreshold(30, 4), lambda: ZScoreThreshold(1.0, 0.9, 3)])
 def test_nonfinite_norms_take_no_place_in_the_history(make, norms):

@@ -28,7 +28,7 @@ def _random_gradients(shapes, scale=1.0, dtype=torch.float32, seed=0):
 _shapes = st.lists(st.lists(st.integers(1, 5), max_size=3), min_size=1, max_size=6)
 
 
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(
     shapes=_shapes,
     scale=st.floats(1e-3, 1e3),

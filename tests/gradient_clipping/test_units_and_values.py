@@ -33,7 +33,7 @@ def _parameters(shapes, scale=1.0, seed=0, dtype=torch.float32):
     return parameters
 
 
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(
     shapes=_shapes,
     scale=st.floats(1e-4, 1e2),
@@ -53,7 +53,7 @@ def test_agc_equals_timm(shapes, scale, factor, eps, seed):
     assert (done.num_clipped > 0) == (changed > 0)
 
 
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(shapes=st.lists(st.lists(st.integers(1, 5), min_size=2, max_size=4), min_size=1, max_size=6))
 def test_the_kernels_of_an_accelerator_clip_units_as_those_of_a_cpu(shapes):
     weights = [p.detach() for p in _parameters(shapes)]
@@ -104,7 +104,7 @@ def test_agc_keeps_the_memory_format():
     torch.testing.assert_close(weight.grad, other.grad, rtol=1e-5, atol=0)
 
 
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(shapes=_shapes, scale=st.floats(1e-3, 1e3), value=st.floats(1e-3, 1e3))
 def test_value_equals_torch(shapes, scale, value):
     ours, theirs = (_parameters(shapes, scale) for _ in range(2))

@@ -97,7 +97,7 @@ _EVERY = {
 
 
 @pytest.mark.parametrize("kind", _EVERY)
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(total=st.integers(0, 200), share=st.floats(0, 1), end=st.floats(0, 1))
 def test_rises_then_falls_then_stays(kind, total, share, end):
     warmup = int(share * total)

@@ -448,7 +448,7 @@ def test_no_key_of_the_collection_is_a_folder_of_another():
 NAMES = st.text("ab/_", min_size=1, max_size=5)
 
 
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(st.lists(NAMES, max_size=6))
 def test_a_clash_is_two_names_that_no_folder_can_hold(names):
     def exclude(one, other):

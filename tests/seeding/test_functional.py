@@ -27,7 +27,7 @@ def _no_seed_in_the_environment(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-@settings(deadline=None, derandomize=True, max_examples=30)
+@settings(derandomize=True, max_examples=30)
 @given(seed=st.integers(0, 2**32 - 1), workers=st.booleans())
 def test_equals_lightnings_random_state_and_environment(seed, workers):
     results = []
@@ -119,7 +119,7 @@ def test_logs_the_seed_only_when_asked(lightning_log):
     assert lightning_log == [("lightning.pytorch.tricks.seeding", "Seed set to 5")]
 
 
-@settings(deadline=None, derandomize=True, max_examples=30)
+@settings(derandomize=True, max_examples=30)
 @given(seed=st.integers(0, 2**32 - 1), odd_draws=st.booleans())
 def test_a_restored_state_repeats_the_numbers(seed, odd_draws):
     seed_everything(seed, verbose=False)
@@ -132,7 +132,7 @@ def test_a_restored_state_repeats_the_numbers(seed, odd_draws):
     assert _draw() == first
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(derandomize=True, max_examples=60)
 @given(draws=st.lists(st.sampled_from(["uniform", "gaussian", "python", "torch", "seed", "nothing"]), max_size=12))
 def test_what_is_held_after_what_was_held_before_is_the_state_of_now(draws):
     functions = {"uniform": np.random.rand, "gaussian": np.random.randn, "python": random.random}
