@@ -42,6 +42,7 @@ class Lease:
         self.number = 0
         self.is_finishing = False  # sends what a run has left, and ends
         self._loss: LeaseLostError | None = None
+        self._renewed_at = time.monotonic()
         # Two threads renew: without the lock, a sign of life could be written over the record that releases.
         self._is_released, self._lock = threading.Event(), threading.Lock()
 
@@ -57,7 +58,7 @@ class Lease:
             number, record = self._newest()
             if not number or self._is_over(number, record):
                 if self._create(number + 1):
-                    self.number = number + 1
+                    self.number, self._renewed_at = number + 1, time.monotonic()
                     # After the new one is there: without any, two starts would both take number 1.
                     self._store.remove(self._name(old) for old in self._numbers() if old < self.number)
                     # Sending a large file takes longer than a record counts as a sign of life.
@@ -87,6 +88,9 @@ class Lease:
         Raises:
             LeaseLostError: If one has.
         """
+        if self.number and time.monotonic() - self._renewed_at > SECONDS_ALIVE:  # it may have been suspended
+            with suppress(StoreError):
+                self.renew()
         if self._loss is not None:
             raise self._loss
 
@@ -110,10 +114,12 @@ class Lease:
         with self._lock:  # a thread renews it as well
             if self.newest_number() != self.number:
                 self._loss = self.lost()
-            self.check()
+            if self._loss is not None:
+                raise self._loss
             released = self._is_released.is_set()
             record = self._record(finishing=self.is_finishing, released=released)
             self._store.write(self._name(self.number), record)
+            self._renewed_at = time.monotonic()
 
     def release(self) -> None:
         """Let the next process start at once."""
