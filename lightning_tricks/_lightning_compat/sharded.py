@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_tricks._lightning_compat.flavor import ModelParallelStrategy, Strategy
 from lightning_tricks._lightning_compat.guards import overriding
+from lightning_tricks._shared.files import MAIN_FILE
 from lightning_tricks._shared.patterns import strip_compile_prefix
 from lightning_tricks._shared.shards import put_shards, take_shards
 
@@ -137,7 +138,7 @@ def partial_shards_loaded(
         names: Collection[str] = ()
         if path.is_dir():
             checkpoint: dict[str, Any] = torch.load(
-                path / "meta.pt", map_location="cpu", weights_only=kwargs.get("weights_only")
+                path / MAIN_FILE, map_location="cpu", weights_only=kwargs.get("weights_only")
             )
             # Shards lie beside this file: which weights they lack is known of what a callback noted in it.
             names = left_out({"state_dict": {}, **checkpoint})

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+MAIN_FILE = "meta.pt"  # of a checkpoint that is a folder: what is not sharded; so Lightning names it
 PARTIAL_SUFFIX = ".partial"  # ends the names of files that are being written: .{name}.{16 hexadecimal digits}.partial
 _LONGEST_NAME = 200  # bytes of the name that a partial file takes over; file systems allow 255 in all
 

@@ -63,11 +63,11 @@ def take_shards(
     return replace_tensors(dict(values), describe), taken
 
 
-def put_shards(values: Any, folder: Path, module: nn.Module | None) -> Any:
+def put_shards(values: Any, folder: Path, module: nn.Module) -> Any:
     """Put the tensors that `take_shards` took back into the containers, on the CPU, each rank its part.
 
     The module may have other meshes of the same kinds than at the save, as with another number of ranks. Where it has
-    none, as it is not sharded, or where there is no module, the tensors are whole.
+    none, as it is not sharded, the tensors are whole.
 
     Args:
         values: The containers, with descriptions.
@@ -78,7 +78,11 @@ def put_shards(values: Any, folder: Path, module: nn.Module | None) -> Any:
         ValueError: If the module is sharded in another way.
         Exception: Whatever torch.distributed.checkpoint raises where a file is damaged.
     """
-    meshes, wanted = _meshes(module), dict[str, Tensor]()
+    return _put(values, folder, _read_metadata(folder), _meshes(module))
+
+
+def _put(values: Any, folder: Path, metadata: Any, meshes: Sequence[Any]) -> Any:
+    wanted = dict[str, Tensor]()
 
     def put(value: Any) -> Any:
         if isinstance(value, dict):
@@ -93,7 +97,7 @@ def put_shards(values: Any, folder: Path, module: nn.Module | None) -> Any:
         return value
 
     whole = put(values)
-    _read(wanted, folder)
+    _read(wanted, folder, metadata)
     return whole
 
 
@@ -108,16 +112,17 @@ def read_whole(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         ValueError: If the folder would need more memory than its files explain.
         Exception: Whatever torch.distributed.checkpoint raises where a file is damaged.
     """
-    stored, weights = _read_metadata(folder).state_dict_metadata, dict[str, Any]()
-    sizes = {key: each.properties.dtype.itemsize * prod(each.size) for key, each in stored.items() if _is_tensor(each)}
-    if sum(sizes.values()) > sum(file.stat().st_size for file in folder.iterdir()):
+    metadata = _read_metadata(folder)
+    tensors = {key: stored for key, stored in metadata.state_dict_metadata.items() if hasattr(stored, "properties")}
+    needed = sum(stored.properties.dtype.itemsize * prod(stored.size) for stored in tensors.values())
+    if needed > sum(file.stat().st_size for file in folder.iterdir()):
         raise ValueError("its shards would be larger than its files")
-    for key in sizes:
+    weights = {}
+    for key, stored in tensors.items():
         entry, _, name = key.partition(".")
         if entry in _WEIGHTS_OF_LIGHTNING:
-            properties = stored[key].properties
-            weights[name] = {_KEY: key, "shape": list(stored[key].size), "dtype": properties.dtype}
-    whole: dict[str, Any] = put_shards({**values, _WEIGHTS: weights}, folder, None)
+            weights[name] = {_KEY: key, "shape": list(stored.size), "dtype": stored.properties.dtype}
+    whole: dict[str, Any] = _put({**values, _WEIGHTS: weights}, folder, metadata, ())
     return whole
 
 
@@ -153,9 +158,9 @@ def _engine() -> Any:
     return checkpoint
 
 
-def _meshes(module: nn.Module | None) -> list[Any]:
+def _meshes(module: nn.Module) -> list[Any]:
     """Return the meshes of ranks that a module is sharded over, in an order that all processes have."""
-    tensors: tuple[Any, ...] = (*module.parameters(), *module.buffers()) if module is not None else ()
+    tensors: tuple[Any, ...] = (*module.parameters(), *module.buffers())
     return list(dict.fromkeys(tensor.device_mesh for tensor in tensors if is_sharded(tensor)))
 
 
@@ -189,10 +194,9 @@ def _empty(place: Mapping[str, Any], meshes: Sequence[Any]) -> Tensor:
     return made.to("cpu")
 
 
-def _read(tensors: dict[str, Tensor], folder: Path) -> None:
+def _read(tensors: dict[str, Tensor], folder: Path, metadata: Any) -> None:
     """Fill tensors from a folder; each rank may do that on its own."""
     reader, planner = _engine().FileSystemReader(folder), _engine().DefaultLoadPlanner()
-    metadata = _read_metadata(folder)
     planner.set_up_planner(tensors, metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     plan = reader.prepare_local_plan(planner.create_local_plan())
@@ -203,10 +207,6 @@ def _read(tensors: dict[str, Tensor], folder: Path) -> None:
 def _read_metadata(folder: Path) -> Any:
     with (folder / ".metadata").open("rb") as file:
         return _MetadataUnpickler(file).load()
-
-
-def _is_tensor(stored: Any) -> bool:
-    return hasattr(stored, "properties")
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -115,10 +115,14 @@ def clone_tensors(value: Any, device: torch.device | str | None = None) -> Any:
     return tree_map_only(Tensor, clone, value)
 
 
-def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers of a module by name, tied ones by their first name; of FSDP2 the shards."""
+def named_tensors(module: nn.Module, *, remove_duplicate: bool = True) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a module by name, tied ones by their first name; of FSDP2 the shards.
+
+    Without `remove_duplicate`, tied ones are there by each of their names.
+    """
     reshard_fsdp2(module)
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    options: dict[str, Any] = {} if remove_duplicate else {"remove_duplicate": False}  # an override may not know it
+    return {**dict(module.named_parameters(**options)), **dict(module.named_buffers(**options))}
 
 
 def parameters_of(optimizer: Any) -> list[Tensor]:

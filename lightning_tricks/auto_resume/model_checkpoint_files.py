@@ -18,9 +18,9 @@ from lightning_tricks._lightning_compat.flavor import ModelCheckpoint, Trainer, 
 from lightning_tricks._lightning_compat.guards import overriding
 from lightning_tricks._lightning_compat.trainer import callbacks_of_type
 from lightning_tricks._shared.checks import is_address
-from lightning_tricks._shared.files import PARTIAL_SUFFIX
+from lightning_tricks._shared.files import MAIN_FILE, PARTIAL_SUFFIX
 from lightning_tricks.auto_resume.core.checkpoint_contents import load_plain_data
-from lightning_tricks.auto_resume.core.checkpoint_folder import CHECKPOINT_KEY, MAIN_FILE, main_file
+from lightning_tricks.auto_resume.core.checkpoint_folder import CHECKPOINT_KEY, main_file
 
 ORIGIN_KEY = "auto_resume_run"  # of what a checkpoint says of the run that wrote it
 

@@ -17,7 +17,7 @@ from lightning_tricks._lightning_compat.flavor import LightningModule, Stochasti
 from lightning_tricks._lightning_compat.results import named_callbacks
 from lightning_tricks._lightning_compat.trainer import callbacks_of_type, model_averager
 from lightning_tricks._shared.patterns import name_as_in_, strip_compile_prefix
-from lightning_tricks._shared.tensors import is_sharded, local_part
+from lightning_tricks._shared.tensors import is_sharded, local_part, named_tensors
 from lightning_tricks._torch_compat.distributed import bucket_order, set_bucket_order
 from lightning_tricks._torch_compat.modules import communication_hooks, hooks_of
 from lightning_tricks._torch_compat.tensors import tensor_version
@@ -150,7 +150,7 @@ class LeftOutTensors(Part):
     def note(self, phase: Phase) -> None:
         """Note what there is at the fit's start."""
         if phase is Phase.FIT_START:
-            self._initial = _versions(_tensors(self.module))
+            self._initial = _versions(named_tensors(self.module))
 
     def capture_shared(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Return the tensors by name; those in the state dict may have other names there."""
@@ -159,7 +159,7 @@ class LeftOutTensors(Part):
         names = {*dict(self.module.named_parameters()), *nn.Module.state_dict(self.module)}  # others: see RankTensors
         found = {
             name: value
-            for name, value in _tensors(self.module).items()
+            for name, value in named_tensors(self.module).items()
             if name in names
             and _has_data(value)
             and _place(value) not in in_checkpoint
@@ -170,7 +170,7 @@ class LeftOutTensors(Part):
     def restore(self, saved: SavedState, phase: Phase) -> None:
         """Restore the tensors; at the fit's start, weights that were loaded in another precision."""
         if phase is not Phase.FIT_START:
-            _copy_tensors(_tensors(self.module), saved.shared["left_out"])
+            _copy_tensors(named_tensors(self.module), saved.shared["left_out"])
             return
         with torch.no_grad():
             # `load_state_dict` casts to the precision that parameters have then, and hooks may change it later: bits
@@ -212,7 +212,7 @@ class RankTensors(ComparedPart):
             for path, module in modules.items()
         }
         if self.trainer.world_size > 1:
-            own = {path: _tensors(module) for path, module in modules.items()} | self._optimizer_tensors()
+            own = {path: named_tensors(module) for path, module in modules.items()} | self._optimizer_tensors()
             # A number for each tensor is sent instead of all weights, which are equal as a rule.
             sums = {path: checksums(tensors) for path, tensors in own.items()}
             of_rank_zero = self.trainer.strategy.broadcast(sums)
@@ -245,11 +245,11 @@ class RankTensors(ComparedPart):
         own: Mapping[str, Any] = saved.rank[self.name]
         for path, module in modules_of(self.trainer, self.module).items():
             tensors = dict(own.get(path, {}))
-            name_as_in_(tensors, _tensors(module))
+            name_as_in_(tensors, named_tensors(module))
             # Lists of metrics grow in an epoch: torch refuses to load tensors of another shape, even with
             # `strict=False`.
             resize_to_state_dict(module, tensors, list(tensors))
-            _copy_tensors(_tensors(module), tensors)
+            _copy_tensors(named_tensors(module), tensors)
             # A rank that is new has no samples of this epoch; its metric would count those of the rank whose state it
             # took.
             is_counted_elsewhere = self.trainer.global_rank >= saved.world_size and phase is not Phase.RESULTS
@@ -406,10 +406,6 @@ class UnsavedOutline(Part):
         for kind, words in _OUTLINE_WORDS.items():
             names = {**outline[kind], **present[kind]} if kind in outline else {}
             yield from (f"{words} {name}" for name in names if outline[kind].get(name) != present[kind].get(name))
-
-
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def _buffers_not_saved(module: nn.Module) -> dict[str, Tensor]:

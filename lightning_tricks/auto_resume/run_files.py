@@ -88,14 +88,14 @@ class RunFiles:
 
     def open(self) -> None:
         """Lock the directory, and let the loggers, which have not begun, continue where they were; on all ranks."""
-        is_writer = self.trainer.node_rank == 0 and self.trainer.local_rank == 0  # `global_rank` is not set yet
+        is_rank_zero = self.trainer.node_rank == 0 and self.trainer.local_rank == 0  # `global_rank` is not set yet
         with self.noting_problems():
-            if is_writer:
+            if is_rank_zero:
                 self._lock_directory()
-            processes = self._note_process() if is_writer and not self.problem else []
-            if not self.problem and (is_writer or self.mirror is None):  # else nothing may have been fetched yet
+            processes = self._note_process() if is_rank_zero and not self.problem else []
+            if not self.problem and (is_rank_zero or self.mirror is None):  # else nothing may have been fetched yet
                 own = None if self.mirror is None else self.root.path
-                self._open_loggers(LoggerState(self.trainer.loggers, self.folder.private, processes, own), is_writer)
+                self._open_loggers(LoggerState(self.trainer.loggers, self.folder.private, processes, own), is_rank_zero)
         if self.problem:
             for logger in self.trainer.loggers:
                 self._installed.enter_context(muted_logger(logger))

@@ -275,7 +275,9 @@ def _versions(tensors: Mapping[str, Any]) -> dict[str, tuple[Any, int]]:
 
 
 def _has_changed(before: tuple[Any, int] | None, now: tuple[Any, int] | None) -> bool:
-    return before is not now and (before is None or now is None or before[0] is not now[0] or before[1] != now[1])
+    if before is None or now is None:
+        return before is not now
+    return before[0] is not now[0] or before[1] != now[1]
 
 
 def _refuse(reason: str) -> NoReturn:

@@ -271,9 +271,9 @@ def _key(name: str) -> str:
 
 def _first_names(module: nn.Module) -> dict[str, str]:
     """Return each name of a parameter or buffer, of which a tied one has several, and the first that it has."""
-    first = {id(tensor): name for name, tensor in named_tensors(module).items()}
-    pairs = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    return {name: first[id(tensor)] for name, tensor in pairs}
+    tensors = named_tensors(module, remove_duplicate=False)
+    first = {id(tensor): name for name, tensor in reversed(tensors.items())}
+    return {name: first[id(tensor)] for name, tensor in tensors.items()}
 
 
 def _place(tensor: Tensor) -> tuple[int, torch.Size] | None:

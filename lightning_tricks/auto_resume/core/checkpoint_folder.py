@@ -21,12 +21,11 @@ from typing import IO, Any
 
 from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.file_locks import this_process
-from lightning_tricks._shared.files import PARTIAL_SUFFIX, check_kind, flush_directory, open_file
+from lightning_tricks._shared.files import MAIN_FILE, PARTIAL_SUFFIX, check_kind, flush_directory, open_file
 from lightning_tricks.auto_resume.core.durable_writing import file_digest, write_atomically, write_flushed
 
 FORMAT = 4  # of the manifests and of what AutoResume adds to a checkpoint; every release reads the one before, too
 CHECKPOINT_KEY = "auto_resume"  # of what AutoResume adds to a checkpoint
-MAIN_FILE = "meta.pt"  # what is not sharded; so Lightning names it in a folder of shards
 PRIVATE_DIR = ".auto_resume"  # in a directory of checkpoints; nobody else writes there
 MANIFEST, CORRUPT_SUFFIX, _REMOVING = "manifest.json", ".corrupt", "removing-"
 CHECKPOINT_NAME = re.compile(r"\d{6,}-epoch=\d+-step=\d+")

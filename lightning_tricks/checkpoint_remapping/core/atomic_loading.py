@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tricks._shared.modules import parts_with_extra_state
-from lightning_tricks._shared.tensors import is_on_meta, is_sharded
+from lightning_tricks._shared.tensors import is_on_meta, is_sharded, named_tensors
 from lightning_tricks._shared.text import list_names
 from lightning_tricks._torch_compat.modules import loads_as_torch_does, set_state_dict_versions, state_dict_versions
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
@@ -26,7 +26,7 @@ def load_tensors(module: nn.Module, tensors: dict[str, Any], assign: bool | None
     Raises:
         CheckpointError: If `load_state_dict` of the module raises, or does not take a name of its `state_dict`.
     """
-    tied = tied_names(_all_tensors(module))
+    tied = tied_names(named_tensors(module, remove_duplicate=False))
     with unchanged_on_error(module) as before:
         _load(module, tensors, assign, before)
         _tie_again(module, tied, tensors)
@@ -71,18 +71,13 @@ def _load(module: nn.Module, tensors: dict[str, Any], assign: bool | None, befor
 
 def _tie_again(module: nn.Module, groups: list[list[str]], loaded: Collection[str]) -> None:
     """Give the names of each group one tensor again, after those that were loaded have replaced some of them."""
-    own = _all_tensors(module) if groups else {}
+    own = named_tensors(module, remove_duplicate=False) if groups else {}
     for names in groups:
         first = next((own[name] for name in names if name in loaded), None)
         for name in names:
             if first is not None and own[name] is not first:
                 owner, _, leaf = name.rpartition(".")
                 setattr(module.get_submodule(owner), leaf, first)
-
-
-def _all_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    parameters = module.named_parameters(remove_duplicate=False)
-    return dict(chain(parameters, module.named_buffers(remove_duplicate=False)))
 
 
 def _like(own: Any, tensor: Any) -> Any:

@@ -16,7 +16,7 @@ import torch
 
 from lightning_tricks._shared.checks import check_path, did_you_mean
 from lightning_tricks._shared.extras import needed_for_address
-from lightning_tricks._shared.files import NotAFileError
+from lightning_tricks._shared.files import MAIN_FILE, NotAFileError
 from lightning_tricks._shared.read_budget import Budget, OverBudgetError
 from lightning_tricks._shared.shards import read_whole
 from lightning_tricks._shared.tensors import replace_tensors
@@ -32,7 +32,6 @@ from lightning_tricks.checkpoint_remapping.core.files.other_formats import descr
 from lightning_tricks.checkpoint_remapping.core.files.pickle_values import find_placeholders
 from lightning_tricks.checkpoint_remapping.core.files.storages import MapLocation, is_available
 
-_BESIDE_SHARDS = "meta.pt"  # what Lightning and AutoResume write into a folder of shards beside them
 TIMEOUT = 60.0  # seconds in which a server must answer, or send the next bytes
 
 
@@ -112,7 +111,7 @@ def _download(address: str, target: Path) -> None:
 
 def _read_file(path: Path, name: str, map_location: MapLocation, mmap: bool, key: str | None) -> Checkpoint:
     with _explaining_errors(path, name):
-        main_file = path / _BESIDE_SHARDS
+        main_file = path / MAIN_FILE
         if path.is_dir() and not ((path / ".metadata").is_file() and main_file.is_file()):
             raise NotACheckpointError(describe_directory(path))
         if map_location is not None and not is_available(map_location):
