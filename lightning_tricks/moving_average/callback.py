@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -22,6 +23,7 @@ from lightning_tricks._lightning_compat.flavor import (
     Trainer,
     rank_zero_warn,
 )
+from lightning_tricks._lightning_compat.guards import overriding
 from lightning_tricks._lightning_compat.observers import around_validations
 from lightning_tricks._lightning_compat.sharded import move_shards, shards_beside_weights
 from lightning_tricks._lightning_compat.trainer import callbacks_of, model_averager
@@ -95,7 +97,6 @@ class ExponentialMovingAverage(TrickCallback):
     def _forget_run(self) -> None:
         self._average: Any = None  # a MovingAverage while a fit runs
         self._trained: dict[str, Any] = {}  # of a checkpoint, until training starts
-        self._loaded: list[dict[str, tuple[Any, int]]] = []  # what a hook of the module may change of it
         self._optimizers: dict[int, Optimizer] = {}  # that are followed
         self._stepped: dict[int, list[Tensor]] = {}  # what each of them is known to train
 
@@ -113,8 +114,8 @@ class ExponentialMovingAverage(TrickCallback):
         self._average = MovingAverage(self.decay, warmup=self.warmup, every_n_steps=self.every_n_steps)
         _AVERAGES[pl_module] = self._average
         self._installed.enter_context(around_validations(trainer, partial(self._run_validation, pl_module)))
-        average = partial(self._average_weights_only, trainer, pl_module)
-        self._installed.enter_context(checkpoint_contents_changed(trainer, average, self._note_loaded))
+        changes = partial(self._average_weights_only, trainer, pl_module), partial(self._check_hook, pl_module)
+        self._installed.enter_context(checkpoint_contents_changed(trainer, *changes))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse a fit without optimizers, and replicas that differ, as in local SGD."""
@@ -227,29 +228,29 @@ class ExponentialMovingAverage(TrickCallback):
         if self._average is None:  # no fit runs, in which the strategy is told how to write them
             move_shards(trainer.strategy, checkpoint)
 
-    def _note_loaded(self, checkpoint: Mapping[str, Any]) -> None:
-        self._loaded = [_versions(checkpoint.get(entry, {})) for entry in _COPIES]
+    def _check_hook(self, module: LightningModule, _: object) -> None:
+        """Let the module's hook raise an error if it changes the average, and not the weights of training."""
+        hook = module.on_load_checkpoint
 
-    def _check_hook(self, module: LightningModule, checkpoint: Mapping[str, Any]) -> None:
-        """Raise an error if a hook of the module has changed the average, and not the weights of training."""
-        changed = []
-        for entry, before in zip(_COPIES, self._loaded, strict=True):
-            now = _versions(checkpoint.get(entry, {}))
-            changed.append({name for name in module.state_dict() if _has_changed(before.get(name), now.get(name))})
-        self._loaded = []
-        if self._trained and (names := sorted(changed[0] - changed[1])):
-            _refuse(
-                f"on_load_checkpoint has changed {list_names(names, 5)} in state_dict, which has the average, and not "
-                "in current_model_state, the weights with which training goes on: change both"
-            )
+        def checked(checkpoint: dict[str, Any]) -> None:
+            vars(module).pop("on_load_checkpoint", None)
+            before = _versions(checkpoint)
+            hook(checkpoint)
+            pairs = zip(before, _versions(checkpoint), strict=True)
+            changed = [{name for name in module.state_dict() if _differ(was[name], now[name])} for was, now in pairs]
+            if checkpoint.get(_COPIES[1]) and (names := sorted(changed[0] - changed[1])):
+                _refuse(
+                    f"on_load_checkpoint has changed {list_names(names, 5)} in state_dict, which has the average, and "
+                    "not in current_model_state, the weights with which training goes on: change both"
+                )
+
+        self._installed.enter_context(overriding(module, on_load_checkpoint=checked))
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Take the average and the counts of a checkpoint that is resumed, and keep the weights of training."""
         if self._average is None:
             return
         self._trained = dict(checkpoint.get("current_model_state", {}))
-        if self._loaded:
-            self._check_hook(pl_module, checkpoint)
         if (saved := checkpoint.get("moving_average")) is None:
             self.say("the checkpoint has no average of this callback: a new one begins")
             return
@@ -270,14 +271,14 @@ def _trainable(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
 
 
-def _versions(tensors: Mapping[str, Any]) -> dict[str, tuple[Any, int]]:
-    return {name: (value, tensor_version(value)) for name, value in tensors.items() if isinstance(value, Tensor)}
+def _versions(checkpoint: Mapping[str, Any]) -> list[Mapping[str, tuple[Any, int]]]:
+    parts = [checkpoint.get(entry, {}).items() for entry in _COPIES]
+    found = [{name: (x, tensor_version(x)) for name, x in part if isinstance(x, Tensor)} for part in parts]
+    return [defaultdict(lambda: (None, 0), part) for part in found]
 
 
-def _has_changed(before: tuple[Any, int] | None, now: tuple[Any, int] | None) -> bool:
-    if before is None or now is None:
-        return before is not now
-    return before[0] is not now[0] or before[1] != now[1]
+def _differ(one: tuple[Any, int], other: tuple[Any, int]) -> bool:
+    return one[0] is not other[0] or one[1] != other[1]
 
 
 def _refuse(reason: str) -> NoReturn:
