@@ -14,10 +14,11 @@ import argparse
 import fnmatch
 import gc
 import hashlib
+import re
 import statistics
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,12 @@ def outcomes(model: Architecture, file: File) -> dict[str, End]:
         return dict.fromkeys(CASES, (REFUSED, []))
     except Exception as error:  # no file may cause it, and the sweep goes on
         return dict.fromkeys(CASES, (WRONG, [f"{type(error).__name__}: {error}"[:200]]))
-    strong = [match for match in found.matches if match.strength == "strong"]
-    return {name: _end(model, file, found, which) for name, which in zip(CASES, (strong, found.matches), strict=True)}
+    kinds = _strong(found), found.matches
+    return {name: _end(model, file, found, which) for name, which in zip(CASES, kinds, strict=True)}
+
+
+def _strong(found: Alignment) -> list[Match]:
+    return [match for match in found.matches if match.strength == "strong"]
 
 
 def _end(model: Architecture, file: File, found: Alignment, matches: Iterable[Match]) -> End:
@@ -67,6 +72,67 @@ def _end(model: Architecture, file: File, found: Alignment, matches: Iterable[Ma
             wrong.append(f"{' + '.join(names)} -> {' + '.join(match.targets)}{how} ({match.reason})")
     wanted = (model.learned & set(file.truth.values())) - file.resized
     return WRONG if wrong else RIGHT if wanted <= matched else REFUSED, wrong
+
+
+# Projects count what these are names of in the order in which it is computed
+_ONE_MEANING = frozenset(
+    """
+    bn block blocks body conv convs dense encoder encoders fc features gamma group groups h lambda layer layers lin
+    linear ln ls module modules net network norm norms resblocks scale sequential stage stages transformer
+    """.split()  # noqa: SIM905  # a list of words
+)
+
+
+def renumbered(own: Mapping[str, torch.Tensor], file: Mapping[str, torch.Tensor], most: int = 1) -> list[str]:
+    """Number lists of a file from the other end, one at a time; return what then loads elsewhere without a question.
+
+    The numbers of one list are no evidence for those of another one: what loads by them has changed its place. They
+    may be between lists of one name, or of names for layers in the order of computing.
+
+    Args:
+        own: The tensors of the model.
+        file: Those of the file.
+        most: The number of lists, of those that differ in more than numbers.
+    """
+    lists: dict[str, set[int]] = defaultdict(set)
+    for name in file:
+        for number in re.finditer(r"\d+", name):
+            lists[name[: number.start()]].add(int(number[0]))
+    kinds = {re.sub(r"\d+", "#", path): path for path, numbers in sorted(lists.items()) if len(numbers) > 1}
+    before, lines = _places(own, file), []
+    for path in list(kinds.values())[:most] if before else ():
+        numbers = sorted(lists[path])
+        turned = dict(zip(numbers, reversed(numbers), strict=True))
+        behind = re.compile(rf"{re.escape(path)}(\d+)")
+        new_names = {
+            name: behind.sub(lambda found: f"{path}{turned[int(found[1])]}", name, 1) if behind.match(name) else name  # noqa: B023
+            for name in file
+        }
+        places = _places(own, {new: file[name] for name, new in new_names.items()})
+        for name, target in before.items():
+            now = places.get(new_names[name], target)
+            if now != target and _meaning(path) != _meaning(_list_of(target, now)):
+                lines.append(f"{path}#: {new_names[name]} -> {now}, and {name} -> {target}")
+    return lines
+
+
+def _places(own: Mapping[str, torch.Tensor], file: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return which name of the file becomes which of the model without a question."""
+    try:
+        found = align(dict(own), dict(file))
+    except AmbiguousAlignmentError:
+        return {}
+    return {found.name_in_file(name): match.targets[0] for match in _strong(found) for name in match.sources}
+
+
+def _list_of(one: str, other: str) -> str:
+    """Return the path up to the number in which two names differ."""
+    same = next(i for i, pair in enumerate(zip(one, other, strict=False)) if len({*pair}) > 1)
+    return one[:same].rstrip("0123456789")
+
+
+def _meaning(path: str) -> set[str]:
+    return {*re.split(r"[\d._]+", path.rstrip("._").rpartition(".")[2].lower())} - _ONE_MEANING - {""}
 
 
 def examine(name: str, follow_every: int | None = 1) -> Record:
@@ -92,6 +158,8 @@ def examine(name: str, follow_every: int | None = 1) -> Record:
             ends = outcomes(model, file)
             if outcomes(model, shuffled(file)) != ends:
                 ends = dict.fromkeys(CASES, (WRONG, ["it depends on the order of the file"]))
+            if moved := renumbered(model.tensors, file.tensors(model)):
+                ends["cases"] = WRONG, moved
             for name, (end, wrong) in ends.items():
                 record[name][perturbation] = [end, len(wrong), *wrong[:3]]
             end = ends["cases"][0]

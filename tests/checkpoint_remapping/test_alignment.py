@@ -41,7 +41,7 @@ from lightning_tricks.checkpoint_remapping.core.matching.path_context import (
     norms_by_name,
 )
 from tests.checkpoint_remapping.models import ARCHITECTURES, inputs, module_of, randomized, without_initial_values
-from tests.small import cases
+from tests.small import cases, same
 
 DIRECTED = [(name, *pair) for name, who in ARCHITECTURES.items() for pair in itertools.permutations(who, 2)]
 
@@ -129,6 +129,12 @@ def _sizes(trunk="trunk", **sizes):
 
 _TEXT_AND_IMAGE = {f"{tower}.{i}.w": (3, 3) for tower in ("text", "image") for i in range(3)}
 _BRANCH = {"conv.weight": (4, 4, 1, 1), "bn.weight": (4,), "bn.bias": (4,)}
+_NORMS = {f"h.{i}.norm{n}.weight": (4,) for i in range(2) for n in (1, 2, 3)}
+_NORMS |= {f"h.{i}.{name}{n}.weight": (4 + n, 4 + m) for i in range(2) for n in range(3) for m, name in enumerate("ab")}
+_SUBLAYERS = {f"b.{i}.layer.{n}.norm.weight": (4,) for i in range(2) for n in range(3)}
+_SUBLAYERS |= {
+    f"b.{i}.layer.{n}.{name}.weight": (4 + n, 4 + m) for i in range(2) for n in range(3) for m, name in enumerate("ab")
+}
 REFUSED = {
     "heads": (_sizes(foo=(2, 4), bar=(2, 4)), _sizes(mu=(2, 4), logvar=(2, 4))),
     "heads on another trunk": (_sizes("stem", foo=(2, 4), bar=(2, 4)), _sizes(mu=(2, 4), logvar=(2, 4))),
@@ -149,6 +155,7 @@ REFUSED = {
         {"x.1.one.weight": (9,), "x.2.two.weight": (9,), "stem.weight": (3, 5)},
         {"y.1.three.weight": (9,), "y.2.four.weight": (9,), "stem.weight": (3, 5)},
     ),
+    "three norms of a block, and one of each of its numbered parts": (_NORMS, _SUBLAYERS),
     "a word of both": (
         {f"m.{branch}.{leaf}": shape for branch in ("branch_1x_1", "branchpool") for leaf, shape in _BRANCH.items()},
         {f"m.{branch}.{leaf}": shape for branch in ("branch1x1", "branch_pool") for leaf, shape in _BRANCH.items()},
@@ -157,13 +164,14 @@ REFUSED = {
 
 
 @pytest.mark.trap("checkpoints: must refuse two same-shape heads, foo and bar -> mu and logvar")
+@pytest.mark.parametrize("turned", [1, -1])
 @pytest.mark.parametrize("kind", REFUSED)
-def test_where_two_ways_are_left_it_is_refused(kind):
-    file, net = map(_zeros, REFUSED[kind])
+def test_where_two_ways_are_left_it_is_refused(kind, turned):
+    file, net = map(_zeros, REFUSED[kind][::turned])
     with pytest.raises(AmbiguousAlignmentError, match="it is ambiguous which of") as error:
         align(net, file)
     assert ("foo" in str(error.value)) == ("foo" in str(REFUSED[kind]))
-    if kind in ("letters and numbers", "a word and numbers", "order alone"):
+    if kind in ("letters and numbers", "a word and numbers", "order alone") or kind.startswith("three norms"):
         with pytest.raises(AmbiguousAlignmentError):
             align(net, file, accept="*")
 
@@ -173,6 +181,114 @@ def test_the_last_layers_left_are_suggested_where_no_two_are_alike():
     net = {"trunk.weight": torch.zeros(4, 5), "one.weight": torch.zeros(9), "two.weight": torch.zeros(7)}
     assert align(net, file).renamed == {}
     assert align(net, file, accept="*").renamed == {"foo.weight": "two.weight", "bar.weight": "one.weight"}
+
+
+_LISTS = {
+    "decoder": "ups.",
+    "up": "ups.",
+    "heads.": "tasks.",
+    "refinenet": "layers.",
+    "flows.": "blocks.",
+    "gen.scales.": "d.",
+}
+
+
+@pytest.mark.parametrize("numbers", ["123", "321"])
+@pytest.mark.parametrize("turned", [1, -1])
+@pytest.mark.parametrize("kinds", [("conv",), ("conv", "proj", "norm")])
+@pytest.mark.parametrize("lists", _LISTS.items())
+def test_numbers_behind_words_of_two_meanings_are_a_suggestion(lists, kinds, turned, numbers):
+    """They may be counted from the other end, though the list is the only one and stands between a stem and a head."""
+
+    def net(path, head, counted):
+        sizes = {"conv.weight": (8, 8, 3, 3), "conv.bias": (8,), "proj.weight": (16, 8, 1, 1)}
+        sizes |= {f"norm.{leaf}": (16,) for leaf in ("weight", "bias", "running_mean", "running_var")}
+        parts = {f"{path}{n}.{part}": size for n in counted for part, size in sizes.items() if part.startswith(kinds)}
+        return _zeros({"stem.weight": (8, 4, 3, 3), **parts, f"{head}.weight": (2, 8, 1, 1)})
+
+    file, own = map(net, lists[::turned], ("outc", "final"), (numbers, "012"))
+    found = align(own, file)
+    assert found.renamed == {"outc.weight": "final.weight"}
+    assert {*own} - {name for match in found.suggested for name in match.targets} == {"stem.weight", "final.weight"}
+
+
+@pytest.mark.parametrize(("one", "other"), [("decoder", "decoder."), ("blocks.", "h."), ("encoder.layer.", "stages.")])
+def test_numbers_behind_words_of_one_meaning_are_evidence(one, other):
+    file, own = (_zeros({f"{path}{n}.conv.weight": (8, 8, 3, 3) for n in range(3)}) for path in (one, other))
+    assert align(own, file).renamed == dict(zip(file, own, strict=True))
+
+
+_PARTS = ("q.", "k.", "v.")
+
+
+@pytest.mark.parametrize("turned", [1, -1])
+@cases(
+    "names, is_evidence",
+    (("qkv.", _PARTS), True),
+    (("in_proj_", _PARTS), True),
+    (("qkv.", "in_proj_"), True),
+    *(((name, _PARTS), False) for name in ("qkv_proj.", "c_attn.", "in_proj.", "linear_qkv.", "to_qkv.")),
+    *(((name, "qkv."), False) for name in ("qkv_proj.", "c_attn.", "in_proj.")),
+    (("c_attn.", "in_proj_"), False),
+    (("c_attn.", "qkv_proj."), False),
+)
+def test_the_order_in_a_fused_tensor_is_evidence_where_its_name_says_it(names, turned, is_evidence):
+    """CodeGen, DeBERTa, GPTBigCode and Megatron have queries, keys and values head by head or in groups."""
+
+    def net(blocks, parts):
+        parts = (parts,) if isinstance(parts, str) else parts
+        sizes = {f"attn.{part}{leaf}": size for part in parts for leaf, size in _layer(12 // len(parts), 4).items()}
+        sizes |= {f"up.{leaf}": size for leaf, size in _layer(9, 4).items()}
+        return _zeros({f"{blocks}.{i}.{name}": size for i in range(2) for name, size in sizes.items()})
+
+    found = align(*map(net, ("layers", "h"), names[::turned]))
+    assert (found.loaded == found.total) == is_evidence
+    assert all("attn" in match.targets[0] and "one after another" in match.reason for match in found.suggested)
+
+
+def _layer(outputs, inputs):
+    return {"weight": (outputs, inputs), "bias": (outputs,)}
+
+
+@pytest.mark.parametrize("is_turned", [True, False])
+def test_square_parts_of_a_fused_matrix_are_turned_as_their_file_is(is_turned):
+    def encoder():
+        layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+        return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def turned(tensor):
+        return tensor.t().contiguous() if tensor.dim() == 2 and is_turned else tensor
+
+    one, other = randomized(encoder()), encoder()
+    parts = {name: zip("qkv", value.chunk(3), strict=True) for name, value in one.state_dict().items()}
+    file = {
+        name.replace("in_proj_", f"{part}_proj."): turned(value)
+        for name, pieces in parts.items()
+        if "in_proj" in name
+        for part, value in pieces
+    }
+    file |= {name: turned(value) for name, value in one.state_dict().items() if "in_proj" not in name}
+    load_weights(other, file)
+    assert same(dict(one.state_dict()), dict(other.state_dict()))
+    unclear = {name: value for name, value in file.items() if not name.startswith("layers.0.linear")}
+    if is_turned:
+        rule = re.escape("{'from': ['layers.*.self_attn.q_proj.weight', 'layers.*.self_attn.k_proj.weight', 'layers.")
+        unclear |= {"layers.0.linear1.weight": one.layers[0].linear1.weight.detach()}
+        with pytest.raises(AmbiguousAlignmentError, match=rule):
+            load_weights(other, unclear, allow_missing="layers.0.linear*")
+
+
+@pytest.mark.parametrize("is_ruled", [False, True])
+def test_a_rule_for_one_matrix_leaves_the_doubt_about_the_square_ones(is_ruled):
+    """One is (in, out) in the file, and the other one is not, whether a rule names it or not."""
+    own = _zeros({f"b.{name}.weight": size for name, size in (("up", (8, 4)), ("down", (4, 8)), ("o", (4, 4)))})
+    file = _zeros({f"b.{name}.weight": size for name, size in (("up", (4, 8)), ("back", (4, 8)), ("o", (4, 4)))})
+    if is_ruled:
+        rules = [{"from": "b.up.weight", "to": "b.up.weight", "transpose": True}, ("b.back", "b.down")]
+    else:
+        own, rules = {name.replace("down", "back"): value for name, value in own.items()}, "auto"
+    with pytest.raises(AmbiguousAlignmentError, match=r"whether the square b\.o\.weight"):
+        align(own, file, rules)
 
 
 def _pyramid(lateral, output, channels):
@@ -189,7 +305,7 @@ def _zeros(shapes):
 @pytest.mark.parametrize("channels", [(8, 16), (8, 16, 32)])
 def test_outputs_of_a_pyramid_are_counted_as_its_lateral_convolutions_are(channels):
     net = _zeros(_pyramid("fpn.inner_blocks", "fpn.layer_blocks", channels))
-    found = align(net, _zeros(_pyramid("neck.lateral_convs", "neck.fpn_convs", channels)))
+    found = align(net, _zeros(_pyramid("neck.lateral_convs", "neck.fpn_convs", channels)), accept="*.layer_blocks.*")
     assert found.renamed["neck.fpn_convs.1.weight"] == "fpn.layer_blocks.1.weight"
     with pytest.raises(AmbiguousAlignmentError, match=r"which of neck\.fpn_convs\.0"):
         align(net, _zeros(_pyramid("neck.lateral_convs", "neck.fpn_convs", channels[::-1])))
@@ -206,9 +322,9 @@ def test_a_list_whose_ends_differ_in_what_follows_the_number_may_count_backwards
         }
 
     net = _zeros(branches("convs", range(5)))
-    assert align(net, _zeros(branches("pools", range(1, 6)))).renamed["pools.1.0.weight"] == "convs.0.0.weight"
-    with pytest.raises(AmbiguousAlignmentError, match=r"which of pools\.1\.1, pools\.5\.0"):
-        align(net, _zeros(branches("pools", range(5, 0, -1))))
+    assert align(net, _zeros(branches("blocks", range(1, 6)))).renamed["blocks.1.0.weight"] == "convs.0.0.weight"
+    with pytest.raises(AmbiguousAlignmentError, match=r"which of blocks\.1\.1, blocks\.5\.0"):
+        align(net, _zeros(branches("blocks", range(5, 0, -1))))
 
 
 def _two_norms(path, names):
@@ -256,8 +372,8 @@ def test_parts_behind_one_word_are_matched_by_their_numbers(shape):
 )
 def test_two_branches_that_cannot_follow_each_other_are_counted_from_either(shape, fits):
     """As the mean and the variance are; a convolution to a multiple of the channels may be one of groups."""
-    file = _zeros({"trunk.weight": (4, 5), **{f"old.parts.{i}.fc.weight": shape for i in range(2)}})
-    net = _zeros({"stem.weight": (4, 5), **{f"new.heads.{i}.out.weight": shape for i in range(2)}})
+    file = _zeros({"trunk.weight": (4, 5), **{f"old.blocks.{i}.fc.weight": shape for i in range(2)}})
+    net = _zeros({"stem.weight": (4, 5), **{f"new.layers.{i}.out.weight": shape for i in range(2)}})
     if fits:
         assert align(net, file).renamed == dict(zip(file, net, strict=True))
     else:
@@ -268,7 +384,7 @@ def test_two_branches_that_cannot_follow_each_other_are_counted_from_either(shap
 def test_gate_and_input_of_metas_llama_are_told_by_what_leads_back():
     sizes, words = ((8, 4), (4, 8), (8, 4)), ("gate_proj", "down_proj", "up_proj")
     file = _zeros({f"layers.{i}.ff.w{n}.weight": size for i in range(2) for n, size in enumerate(sizes, 1)})
-    net = _zeros({f"l.{i}.mlp.{word}.weight": size for i in range(2) for word, size in zip(words, sizes, strict=True)})
+    net = _zeros({f"h.{i}.mlp.{word}.weight": size for i in range(2) for word, size in zip(words, sizes, strict=True)})
     assert align(net, file).renamed == dict(zip(file, net, strict=True))
 
 
@@ -301,16 +417,21 @@ def test_numbers_of_norms_follow_those_of_their_convolutions(kernels, fits):
             {f"{b}.{conv}{n}.weight": (8, 8, *size) for b in blocks for n, size in enumerate(sizes, 1)} | shapes
         )
 
-    file = net("a", "conv", "bn", ((1, 5), (5, 1)))
+    file = net("layers", "conv", "bn", ((1, 5), (5, 1)))
     if fits:
-        assert align(net("b", "c", "norm", kernels), file).renamed["a.0.bn1.weight"] == "b.0.norm1.weight"
+        assert (
+            align(net("blocks", "conv_", "norm", kernels), file).renamed["layers.0.bn1.weight"]
+            == "blocks.0.norm1.weight"
+        )
     else:
         with pytest.raises(AmbiguousAlignmentError):
-            align(net("b", "c", "norm", kernels), file)
+            align(net("blocks", "conv_", "norm", kernels), file)
 
 
 def test_a_series_of_square_layers_is_evidence():
-    file, net = ({f"{side}.{i}.{name}.weight": (5, 5) for i in range(3)} for side, name in (("a", "in"), ("b", "out")))
+    file, net = (
+        {f"{side}.{i}.{name}.weight": (5, 5) for i in range(3)} for side, name in (("layers", "in"), ("h", "out"))
+    )
     found = align(_zeros(net), _zeros(file))
     assert found.renamed == dict(zip(file, net, strict=True))
     assert {match.reason for match in found.matches} == {"the only layers of these sizes in this order"}

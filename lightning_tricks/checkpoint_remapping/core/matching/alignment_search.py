@@ -247,19 +247,19 @@ class AlignmentSearch:
         prefixes = named.prefixes if found is named.matching else None
         # A table says for each tensor which way round it is.
         if not self.by_name and not any(match.is_conversion for match in found.matches):
-            found = turn_squares(found, [*self._transposed_by_rules()], self.source_shapes, self.target_shapes)
+            found = turn_squares(found, [*self._made_by_rules()], self.source_shapes, self.target_shapes)
         # A rule of a prefix does not transpose.
         prefixes = None if any(match.transpose for match in found.matches) else prefixes
         return self._result(refuse_against_rules(found, self.ruled), prefixes, named.mismatched)
 
-    def _transposed_by_rules(self) -> Iterator[Match]:
-        """Yield the matches of what the caller's rules transposed."""
+    def _made_by_rules(self) -> Iterator[Match]:
+        """Yield the matches of the caller's rules, with which of them transpose."""
         # What the caller says of some matrices is evidence for the square ones, whose shapes say nothing.
         rules = [rule for step in self.rules.steps if isinstance(step, list) for rule in step if rule.transpose]
         expressions = [source_expression(source) for rule in rules for source in rule.sources]
         for source, target in self.pinned.items():
-            if any(expression.search(self.rules.origins[source]) for expression in expressions):
-                yield Match((source,), (target,), transpose=True)
+            is_turned = any(expression.search(self.rules.origins[source]) for expression in expressions)
+            yield Match((source,), (target,), transpose=is_turned)
 
     def _match_names(self) -> NameMatching:
         return match_by_name(*self._left(set(), set()), search_prefixes=not self.by_name)

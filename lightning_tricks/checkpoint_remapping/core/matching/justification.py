@@ -22,6 +22,7 @@ from lightning_tricks.checkpoint_remapping.core.matching.path_context import (
     common_start,
     is_vague,
     last_word,
+    meaning_of_list,
     number_below,
     numbers_go_together,
     words_in,
@@ -128,7 +129,10 @@ class Justification:
             layer: The layer.
             in_context: Whether layers beside it were matched, and it was found by them.
         """
-        match, weakest = self.matched[layer], self._weakest.get(layer)
+        match = self.matched[layer]
+        # A norm is that of its convolution, which may be in doubt
+        convolutions = self._convolutions[0].get(layer), self._sources.get(self._convolutions[1].get(match, match))
+        weakest = min((self._weakest[one] for one in (layer, *convolutions) if one in self._weakest), default=None)
         in_context = in_context or (self.source.holds_in_trunk(layer) and self.target.holds_in_trunk(match))
         # The only one of a square size: it would fit whatever it is, as a layer of another kind that the model happens
         # to have.
@@ -154,7 +158,8 @@ class Justification:
             return Evidence.NOTHING
         # Gemma 2 has four norms in a block, before and behind both parts: "first" and "second" then count something
         # else.
-        if self._are_of_many_norms(one, other) and forks[0].ends != forks[1].ends:
+        many = _are_of_many_norms(self.source, one, other) or _are_of_many_norms(self.target, *matches)
+        if many and forks[0].ends != forks[1].ends:
             return Evidence.NOTHING
         if counted and self._numbers_tell_apart(one, other, *forks):
             return Evidence.NUMBERS
@@ -187,7 +192,10 @@ class Justification:
         if not (self.source.is_in_trunk(containers[0]) and self.target.is_in_trunk(containers[1])):
             # `conv1` and `conv2` of one module are names
             return have_one_word and all(map(_are_layers, (source, target)))
-        # A mean and a variance, or two classes of a head: either may be the first in a project.
+        # A mean and a variance, or two classes of a head: either may be the first in a project. So may the last step of
+        # a decoder, or the coarsest scale of a pyramid, though no other list is beside them.
+        if meaning_of_list(containers[0]) != meaning_of_list(containers[1]):
+            return False
         if not have_one_word and self._are_parallel(one, other, source):
             return False
         lengths = self.source.num_branches(containers[0]), self.target.num_branches(containers[1])
@@ -252,7 +260,7 @@ class Justification:
 
     def _find_whether_matched_apart(self, sources: tuple[Parts, Parts], targets: tuple[Parts, Parts]) -> bool:
         inside, sizes = zip(*map(self.source.inside, sources), strict=True)
-        wanted = [self.target.inside(branch)[0] for branch in targets]
+        wanted, wanted_sizes = zip(*map(self.target.inside, targets), strict=True)
         matches = [{self.matched.get(layer) for layer in layers} for layers in inside]
         # Layers of one branch are matched with those of both: the branches are not each other's.
         if matches[0] & wanted[1] or matches[1] & wanted[0]:
@@ -261,17 +269,8 @@ class Justification:
             self.matched.get(layer) in wanted[mine]
             for mine, others in ((0, 1), (1, 0))
             for layer in inside[mine]
-            if layer.signature not in sizes[others]
+            if layer.signature not in sizes[others] | wanted_sizes[others]
         )
-
-    def _are_of_many_norms(self, one: Layer, other: Layer) -> bool:
-        """Whether the two are norms of one block of three or more: some number those before and behind, or in order."""
-        # BatchNorms follow convolutions, whose sizes tell more.
-        if one.has_matrix or "running_mean" in one.tensors:
-            return False
-        block = self.source.block(one)
-        equals = [layer for layer in self.source.branches[block] if layer.signature == one.signature]
-        return bool(block) and self.source.block(other) == block and len(equals) > 2
 
     def _norms(self, one: Layer, other: Layer) -> bool:
         """Whether the two are the norms of convolutions that were matched likewise."""
@@ -308,10 +307,9 @@ class Justification:
         return not is_chain and not source.numbers == target.numbers == (1, 3) and self._are_halves(one, other)
 
     def _are_halves(self, one: Layer, other: Layer) -> bool:
-        """Whether the two are gate and input of a gated layer: the layer that leads back stands beside both."""
-        siblings, wide = self.source.siblings(one), one.matrix_sizes[:1]
-        sizes = [size for layer in siblings for size in layer.matrix_sizes if wide and {*size} == {*wide[0]}]
-        return other in siblings and sorted(sizes) == sorted([*wide, *wide, *(size[::-1] for size in wide)]) != []
+        """Whether the two are gate and input of a gated layer in the file or in the model."""
+        matches = self.matched[one], self.matched[other]
+        return _are_halves(self.source, one, other) or _are_halves(self.target, *matches)
 
     def _are_parallel(self, one: Layer, other: Layer, fork: Fork) -> bool:
         """Whether two numbered parts hold one matrix each, the only two of their size, and none can follow the other.
@@ -339,9 +337,8 @@ class Justification:
         """
         beside = self.target.containers_beside(target)
         for container in self.source.containers_beside(source):
-            distinct = self._distinct(container)
             for other in beside:
-                numbers = sorted(self._numbers_below(container, other, distinct))
+                numbers = sorted(self._numbers_below(container, other, self._distinct(container, other)))
                 if len(numbers) > 1 and all(one[0] < two[0] and one[1] > two[1] for one, two in pairwise(numbers)):
                     return True
         return False
@@ -352,7 +349,7 @@ class Justification:
             {number: place for place, number in enumerate(sorted(set(numbers)))}
             for numbers in zip(*self._numbers_below(source, target, self.source.branches[source]), strict=True)
         ]
-        distinct = self._numbers_below(source, target, self._distinct(source))
+        distinct = self._numbers_below(source, target, self._distinct(source, target))
         found = [(places[0][one], places[1][other]) for one, other in distinct]
         # A size in the very middle is at the same place from either end.
         is_lopsided = any(one != len(places[0]) - 1 - one for one, _ in found)
@@ -360,7 +357,7 @@ class Justification:
 
     def _find_whether_numbers_rise(self, source: Parts, target: Parts) -> bool:
         """Whether the numbers of sizes that only one numbered part has rise on both sides, from other starts."""
-        numbers = self._numbers_below(source, target, self._distinct(source))
+        numbers = self._numbers_below(source, target, self._distinct(source, target))
         first, last = min(numbers, default=(0, 0)), max(numbers, default=(0, 0))
         return _never_falls(numbers) and first[1] < last[1]
 
@@ -377,11 +374,28 @@ class Justification:
                     numbers.add((one, other))
         return numbers
 
-    def _distinct(self, container: Parts) -> list[Layer]:
-        """Return the matrices in a container of the file that have a size of their own there."""
-        layers = self.source.branches[container]
-        sizes = Counter(layer.signature for layer in layers)
-        return [layer for layer in layers if layer.has_matrix and sizes[layer.signature] == 1]
+    def _distinct(self, source: Parts, target: Parts) -> list[Layer]:
+        """Return the matrices in a container of the file that have a size of their own there and in the model's."""
+        sides = self.source.branches[source], self.target.branches[target]
+        counts = [Counter(layer.signature for layer in layers) for layers in sides]
+        return [layer for layer in sides[0] if layer.has_matrix and max(n[layer.signature] for n in counts) == 1]
+
+
+def _are_of_many_norms(side: Side, one: Layer, other: Layer) -> bool:
+    """Whether the two are norms of one block of three or more: some number those before and behind, or in order."""
+    # BatchNorms follow convolutions, whose sizes tell more.
+    if one.has_matrix or "running_mean" in one.tensors:
+        return False
+    block = side.block(one)
+    own = [layer for layer in side.branches[block] if layer.signature == one.signature and side.block(layer) == block]
+    return bool(block) and other in own and len(own) > 2
+
+
+def _are_halves(side: Side, one: Layer, other: Layer) -> bool:
+    """Whether the two are gate and input of a gated layer: the layer that leads back stands beside both."""
+    siblings, wide = side.siblings(one), one.matrix_sizes[:1]
+    sizes = [size for layer in siblings for size in layer.matrix_sizes if wide and {*size} == {*wide[0]}]
+    return other in siblings and sorted(sizes) == sorted([*wide, *wide, *(size[::-1] for size in wide)]) != []
 
 
 def _pairs(layers: list[Layer]) -> Iterator[tuple[Layer, Layer]]:

@@ -219,7 +219,7 @@ TEMPLATES: tuple[Template, ...] = (without_numbers, _numbers_between_dots, _all_
 
 _POSITIONS = re.compile(r"(^|[._])(pos(itions?|itional)?_?(emb|embed|embeds|embedding|embeddings)?|wpe)$")
 # What projects keep in one layer, by the word for it: the parts, in their order
-_FUSED = {"fused query, key and value": ("query", "key", "value"), "fused key and value": ("key", "value")}
+FUSED_PARTS = {"fused query, key and value": ("query", "key", "value"), "fused key and value": ("key", "value")}
 
 
 def layers_of_both(
@@ -284,7 +284,7 @@ def _fuse_query_key_value(layers: list[Layer], others: list[Layer]) -> None:
     The parts may differ in their number of heads. What not all of them have, such as biases, remains as it is. A fused
     convolution is left alone: some networks for diffusion have query, key and value of each head side by side in it.
     """
-    for word, parts in _FUSED.items():
+    for word, parts in FUSED_PARTS.items():
         own, wanted = (
             {layer.sizes for layer in side if word in words_of(layer.path) and _is_matrix(layer)}
             for side in (layers, others)

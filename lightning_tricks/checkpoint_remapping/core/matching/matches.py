@@ -38,8 +38,8 @@ class Match:
         sizes: The lengths of the parts of a split, None where they are equal.
         reason: Why these tensors belong together.
         strength: `"strong"` is evidence, which cannot be otherwise: rules, equal names, conversions, words of one
-            meaning, sizes that no other layer has, and numbers and neighbors in the trunk; `"weak"` is a suggestion:
-            lists beside the trunk, sizes alone, numbers behind different words, and layouts taken for granted.
+            meaning and numbers behind them, sizes that no other layer has, and neighbors in the trunk; `"weak"` is a
+            suggestion: lists beside the trunk, sizes alone, numbers behind different words, orders in fused ones.
         is_plain: Whether a rule, or the same name, is all that there is to say.
         is_conversion: Whether a table of names made it, and no rule beside it.
         is_fused: Whether query, key and value are taken to be one after another.

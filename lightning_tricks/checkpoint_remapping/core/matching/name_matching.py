@@ -274,7 +274,7 @@ def turn_squares(found: Matching, ruled: list[Match], sources: Shapes, targets: 
 
     Args:
         found: The matches.
-        ruled: What rules transposed, which says the same of the others.
+        ruled: What rules made, and transposed or not, which says the same of the others.
         sources: Shapes of the file's tensors.
         targets: Those of the model's.
 
@@ -313,7 +313,8 @@ def _is_oblong(match: Match, sources: Shapes) -> bool:
 
 def _is_square(match: Match, sources: Shapes, targets: Shapes) -> bool:
     name, shape = match.targets[0], sources[match.sources[0]]
-    is_matrix = len(shape) == 2 and shape == targets[name] and shape[0] > 1
+    # Query, key and value of one size, which are fused as they are: each may be either way round.
+    is_matrix = len(shape) == 2 and targets[name] == (len(match.sources) * shape[0], *shape[1:]) and shape[0] > 1
     return is_matrix and shape[0] == shape[1] and not is_computed(name, shape)
 
 
@@ -343,14 +344,17 @@ def _way_of_square(name: str, known: _Known, targets: Shapes) -> bool | None:
 def _ask_for_way(unclear: list[Match], turned: list[str]) -> str:
     """Return the sentence that asks which of these matrices are transposed, with the rules for either answer."""
     # One rule for the blocks of a list: a transformer has dozens of these matrices.
-    names = list(dict.fromkeys(_glob(match.sources[0], match.targets[0]) for match in unclear))
-    rules = [{"from": source, "to": target, "transpose": True} for source, target in names[:_MOST_KINDS]]
+    names = list(dict.fromkeys(tuple(_glob(name, match.targets[0]) for name in match.sources) for match in unclear))
+    rules = [
+        {"from": pairs[0][0] if len(pairs) == 1 else [name for name, _ in pairs], "to": pairs[0][1], "transpose": True}
+        for pairs in names[:_MOST_KINDS]
+    ]
     more = f" (and so on for {len(names) - _MOST_KINDS} more)" if len(names) > _MOST_KINDS else ""
     return (
-        f"it is ambiguous whether the square {list_names(source for source, _ in names)} are transposed, as other "
-        f"matrices of the file are ({list_names(turned)}): their shapes do not show it, and similar "
-        f"layers differ or are missing. If they are, give rules={rules}{more}; for one that is not, give a pair such "
-        f"as {names[0]} instead, which takes it as it is."
+        f"it is ambiguous whether the square {list_names(name for pairs in names for name, _ in pairs)} are "
+        f"transposed, as other matrices of the file are ({list_names(turned)}): their shapes do not show it, and "
+        f"similar layers differ or are missing. If they are, give rules={rules}{more}; for one that is not, give its "
+        "rule without 'transpose' instead, which takes it as it is."
     )
 
 

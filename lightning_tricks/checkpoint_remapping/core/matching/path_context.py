@@ -11,7 +11,12 @@ from functools import cache, cached_property, lru_cache
 from itertools import pairwise, permutations, starmap
 
 from lightning_tricks.checkpoint_remapping.core.matching.layers import Layer, layers_by_parent
-from lightning_tricks.checkpoint_remapping.core.matching.synonyms import ORDINAL_ROLES, VAGUE_WORDS, same_word
+from lightning_tricks.checkpoint_remapping.core.matching.synonyms import (
+    NAMES_OF_LISTS,
+    ORDINAL_ROLES,
+    VAGUE_WORDS,
+    same_word,
+)
 
 Parts = tuple[str, ...]
 NO_NUMBER = -1
@@ -270,6 +275,15 @@ def number_below(container: Parts, layer: Layer) -> int | None:
 def last_word(container: Parts) -> str:
     """Return the last word of a path, as all projects spell it."""
     return "".join(map(same_word, words_in(container)[-1:]))
+
+
+def meaning_of_list(container: Parts) -> frozenset[str]:
+    """Return the words that say what a list is of, as all projects spell them; none for layers in order of computing.
+
+    `decoder.up_blocks` has that of `ups`, and `encoder.layer` that of `h`.
+    """
+    words = frozenset(same_word(word.lower()) for word in words_in(_component(container)))
+    return words - NAMES_OF_LISTS
 
 
 def is_vague(words: Parts) -> bool:

@@ -8,6 +8,7 @@ from itertools import product
 
 from lightning_tricks.checkpoint_remapping.core.matching.justification import Justification
 from lightning_tricks.checkpoint_remapping.core.matching.layers import (
+    FUSED_PARTS,
     TEMPLATES,
     Layer,
     Pairs,
@@ -22,6 +23,7 @@ from lightning_tricks.checkpoint_remapping.core.matching.layers import (
 )
 from lightning_tricks.checkpoint_remapping.core.matching.matches import FUSED, Match, Matching, Shape
 from lightning_tricks.checkpoint_remapping.core.matching.path_context import Side
+from lightning_tricks.checkpoint_remapping.core.matching.synonyms import words_of
 
 
 def match_by_structure(source_shapes: Mapping[str, Shape], target_shapes: Mapping[str, Shape]) -> Matching:
@@ -184,13 +186,17 @@ def _matches_of_layers(source: Layer, target: Layer, reason: str, doubt: str = "
         doubt: What makes the match a weak one.
     """
     matches = []
+    if not doubt and _order_of_parts(source) != _order_of_parts(target):
+        doubt = FUSED
+    is_fused = not doubt and bool(source.parts or target.parts)
+    why = FUSED if is_fused else doubt
     for tensor, (sources, shape) in source.tensors.items():
         if tensor not in target.tensors:
             continue
         targets, wanted = target.tensors[tensor]
         transpose = tensor == "weight" and source.transposed != target.transposed
-        if transpose and (max(len(sources), len(targets)) > 1 or 1 in shape[-2:]):
-            continue  # a rule cannot transpose what it fuses or splits, nor a convolution, whose matrix is not last
+        if transpose and (len(sources) > 1 or 1 in shape[-2:]):
+            continue  # the parts are joined along their outputs, and the matrix of a convolution is not last
         got = shape[:-2] + shape[:-3:-1] if transpose else shape
         got = joined_shape(source.parts[tensor]) if len(sources) > 1 else got
         parts = target.parts.get(tensor, [])
@@ -198,8 +204,6 @@ def _matches_of_layers(source: Layer, target: Layer, reason: str, doubt: str = "
         new = None if got == wanted else wanted
         # Grouped queries: keys and values have fewer heads than queries, so that thirds would cut through them.
         sizes = tuple(part[0] for part in parts) if len({part[0] for part in parts}) > 1 else None
-        is_fused = not doubt and bool(source.parts or target.parts)  # a name such as qkv says its order
-        why = FUSED if is_fused else doubt
         matches.append(
             Match(
                 sources,
@@ -213,6 +217,18 @@ def _matches_of_layers(source: Layer, target: Layer, reason: str, doubt: str = "
             )
         )
     return matches
+
+
+def _order_of_parts(layer: Layer) -> str:
+    """Return what says in which order a layer has query, key and value; empty if it has no such parts.
+
+    `qkv` and the `in_proj_weight` of nn.MultiheadAttention have them one after another. Other names say nothing:
+    projects have them head by head, or in groups, in their `c_attn`, `qkv_proj` or `in_proj`.
+    """
+    names = [name for names, _ in layer.tensors.values() for name in names]
+    if layer.parts or layer.name in ("qkv", "kv") or all("in_proj_" in name for name in names):
+        return "one after another"
+    return layer.name if FUSED_PARTS.keys() & words_of(layer.path) else ""
 
 
 _Pairing = Callable[[list[Layer], list[Layer]], Pairs]

@@ -58,6 +58,13 @@ VAGUE_WORDS = frozenset(
     resnet second self seq sequential stage stages stem sub unit up w
     """.split()  # noqa: SIM905  # a list of words
 )
+# Of a list whose parts are computed one after another in all projects; `ups` and `heads` are counted from either end
+NAMES_OF_LISTS = frozenset(
+    """
+    block blocks body conv convs dense encoder encoders fc features group groups h layer layers lin linear module
+    modules net network norm norms resblocks sequential stage stages transformer
+    """.split()  # noqa: SIM905  # a list of words
+)
 _SAME_WORDS = {
     "bn": "norm",
     "ln": "norm",
@@ -67,6 +74,9 @@ _SAME_WORDS = {
     "normalization": "norm",
     "convolution": "conv",
     "conv2d": "conv",
+    "gamma": "scale",
+    "lambda": "scale",
+    "ls": "scale",
 }
 
 # Buffers that a model computes for itself; some versions of a model store them and some don't
