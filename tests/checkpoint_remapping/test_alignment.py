@@ -372,8 +372,8 @@ def test_parts_behind_one_word_are_matched_by_their_numbers(shape):
 )
 def test_two_branches_that_cannot_follow_each_other_are_counted_from_either(shape, fits):
     """As the mean and the variance are; a convolution to a multiple of the channels may be one of groups."""
-    file = _zeros({"trunk.weight": (4, 5), **{f"old.blocks.{i}.fc.weight": shape for i in range(2)}})
-    net = _zeros({"stem.weight": (4, 5), **{f"new.layers.{i}.out.weight": shape for i in range(2)}})
+    file = _zeros({"trunk.weight": (4, 5), **{f"model.blocks.{i}.fc.weight": shape for i in range(2)}})
+    net = _zeros({"stem.weight": (4, 5), **{f"backbone.layers.{i}.out.weight": shape for i in range(2)}})
     if fits:
         assert align(net, file).renamed == dict(zip(file, net, strict=True))
     else:

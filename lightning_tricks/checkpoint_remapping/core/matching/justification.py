@@ -22,7 +22,7 @@ from lightning_tricks.checkpoint_remapping.core.matching.path_context import (
     common_start,
     is_vague,
     last_word,
-    meaning_of_list,
+    meanings_differ,
     number_below,
     numbers_go_together,
     words_in,
@@ -194,7 +194,7 @@ class Justification:
             return have_one_word and all(map(_are_layers, (source, target)))
         # A mean and a variance, or two classes of a head: either may be the first in a project. So may the last step of
         # a decoder, or the coarsest scale of a pyramid, though no other list is beside them.
-        if meaning_of_list(containers[0]) != meaning_of_list(containers[1]):
+        if meanings_differ(*containers):
             return False
         if not have_one_word and self._are_parallel(one, other, source):
             return False

@@ -277,13 +277,18 @@ def last_word(container: Parts) -> str:
     return "".join(map(same_word, words_in(container)[-1:]))
 
 
-def meaning_of_list(container: Parts) -> frozenset[str]:
-    """Return the words that say what a list is of, as all projects spell them; none for layers in order of computing.
+def meanings_differ(one: Parts, other: Parts) -> bool:
+    """Whether two lists are called by words that may count from either end; `encoder.layer` has the meaning of `h`.
 
-    `decoder.up_blocks` has that of `ups`, and `encoder.layer` that of `h`.
+    `decoder.blocks` and `ups.layers` differ as `decoder` and `ups` do.
     """
-    words = frozenset(same_word(word.lower()) for word in words_in(_component(container)))
-    return words - NAMES_OF_LISTS
+    own = [_meaning(path) for path in (one, other)]
+    around = [_meaning(_module_of(path)) for path in (one, other)]
+    return own[0] != own[1] or (not own[0] and all(around) and around[0] != around[1])
+
+
+def _meaning(container: Parts) -> frozenset[str]:
+    return frozenset(same_word(word.lower()) for word in words_in(_component(container))) - NAMES_OF_LISTS
 
 
 def is_vague(words: Parts) -> bool:

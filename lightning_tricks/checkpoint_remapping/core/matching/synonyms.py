@@ -61,8 +61,8 @@ VAGUE_WORDS = frozenset(
 # Of a list whose parts are computed one after another in all projects; `ups` and `heads` are counted from either end
 NAMES_OF_LISTS = frozenset(
     """
-    block blocks body conv convs dense encoder encoders fc features group groups h layer layers lin linear module
-    modules net network norm norms resblocks sequential stage stages transformer
+    backbone block blocks body conv convs dense encoder encoders fc features group groups h layer layers lin linear main
+    model module modules net network norm norms resblocks sequential stage stages transformer trunk
     """.split()  # noqa: SIM905  # a list of words
 )
 _SAME_WORDS = {
