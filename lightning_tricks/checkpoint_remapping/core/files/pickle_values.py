@@ -373,6 +373,14 @@ def is_array(value: Any) -> bool:
     return isinstance(value, np.ndarray) and f"{value.dtype.kind}{value.dtype.itemsize}" in _NUMBERS
 
 
+def same_values(one: Any, other: Any) -> bool:
+    """Whether two values are one, or tensors of one type with equal numbers."""
+    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+        return one is other
+    kinds = [(tensor.dtype, tensor.layout, tensor.device) for tensor in (one, other)]
+    return kinds[0] == kinds[1] and one.layout == torch.strided and not one.is_meta and torch.equal(one, other)
+
+
 def tensor_of(value: Any) -> Any:
     """Return an array as a tensor; other values as they are."""
     if not is_array(value):

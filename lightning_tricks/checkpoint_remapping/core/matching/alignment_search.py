@@ -13,8 +13,10 @@ import torch
 
 from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.patterns import Pattern, parse_patterns
+from lightning_tricks._shared.text import list_names
 from lightning_tricks.checkpoint_remapping.core.errors import AmbiguousAlignmentError
 from lightning_tricks.checkpoint_remapping.core.files.checkpoint import Checkpoint
+from lightning_tricks.checkpoint_remapping.core.files.pickle_values import same_values
 from lightning_tricks.checkpoint_remapping.core.matching.alignment import Alignment, describe_ambiguity, diagnose
 from lightning_tricks.checkpoint_remapping.core.matching.conversion import find_conversion
 from lightning_tricks.checkpoint_remapping.core.matching.matches import (
@@ -24,6 +26,7 @@ from lightning_tricks.checkpoint_remapping.core.matching.matches import (
     Prefixes,
     Proposals,
     Shape,
+    is_at,
 )
 from lightning_tricks.checkpoint_remapping.core.matching.name_matching import (
     NameMatching,
@@ -141,6 +144,12 @@ def find_tensors(
     target = shapes_of({name: tensor for name, tensor in own.items() if name not in aliases})
     search = AlignmentSearch(target, applied, accept)
     alignment = search.run()
+    copies = [*_copies(applied.tensors, search.clean_names, alignment.ambiguous)]
+    if copies:
+        applied = replace(applied, tensors={n: tensor for n, tensor in applied.tensors.items() if n not in copies})
+        notes.append(f"{list_names(copies)} have the values of others, and were left out")
+        search = AlignmentSearch(target, applied, accept)
+        alignment = search.run()
     if alignment.lacking and left_over and applied.search:
         clean = {old: new for old, new in search.clean_names.items() if new is not None}
         less = {old: new for old, new in clean.items() if any(pattern.matches(new) for pattern in left_over)}
@@ -193,6 +202,23 @@ def _leave_out_repeated(
         for name in names:
             if name not in kept:
                 del tensors[name]
+
+
+def _copies(
+    tensors: Mapping[str, torch.Tensor],
+    clean_names: Mapping[str, str | None],
+    ambiguous: Iterable[tuple[Sequence[str], Sequence[str]]],
+) -> Iterator[str]:
+    """Yield the names of tensors that one place of the model may take, and that have the values of others that may."""
+    for sources, targets in ambiguous:
+        stems = [source.removesuffix("*").removesuffix(".") for source in sources]
+        first, *others = [
+            {new.removeprefix(stem): name for name, new in clean_names.items() if new and is_at(new, stem)}
+            for stem in stems
+        ]
+        for other in others if len(targets) == 1 else ():
+            if first.keys() == other.keys() and all(same_values(tensors[first[n]], tensors[other[n]]) for n in first):
+                yield from other.values()
 
 
 class AlignmentSearch:

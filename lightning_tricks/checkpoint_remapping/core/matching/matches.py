@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice, product
-from typing import Any, Literal
+from itertools import combinations, islice, product
+from typing import Any, Literal, NamedTuple
+
+import torch
 
 from lightning_tricks._shared.patterns import LIST_NUMBER, MAX_REPEATS, Pattern
-from lightning_tricks._shared.text import format_shape
+from lightning_tricks._shared.text import format_shape, list_names
 from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import (
     describe_fused,
@@ -111,7 +114,7 @@ class Matching:
 
 
 Proposal = tuple[str, str] | dict[str, Any]
-_MOST_TRIED = 8  # pairs of layers for which a rule is tried
+_MOST_TRIED = 8  # pairs of layers for which a rule is tried, and parts of which some may be one tensor
 
 
 @dataclass(frozen=True)
@@ -162,6 +165,58 @@ class Proposals:
             return rule
         return self._widest(source, target)
 
+    def for_parts(self) -> str:
+        """Return the sentence about a tensor as large as several of the other side together; empty if there is none.
+
+        It has the rule that cuts the one or joins the others, if it is clear which these are.
+        """
+        unclear = ""
+        for found in (*_wholes(self.sources, self.targets, True), *_wholes(self.targets, self.sources, False)):
+            parts, *others = found.candidates
+            absent = next((part for part in parts if part not in {**self.sources, **self.targets}), "")
+            if others:
+                texts = ", or of ".join(" + ".join(each) for each in found.candidates)
+                unclear = unclear or (
+                    f"{found.whole} has the size of {texts}: a RemapRule with {found.whole!r} and a tuple of the right "
+                    "ones, in their order, takes them"
+                )
+            elif absent and not found.is_split:
+                return (
+                    f"{found.whole} has the size of {list_names(part for part in parts if part != absent)} and of "
+                    f"{absent}, which the file lacks: if the layer has none, add zeros, by load_weights(model, "
+                    f"{{**weights, {absent!r}: torch.zeros({found.sizes[parts.index(absent)]})}})"
+                )
+            elif rule := self._widest_of_parts(found, {absent} - {""}):
+                order = "as its name says" if found.is_said else "but nothing says that it is this one"
+                rest = f"; the model lacks {absent}, so allow its name with allow_unexpected" if absent else ""
+                return (
+                    f"{found.whole} has the size of {list_names(parts)} together: rules=[{rule!r}] "
+                    f"{'cuts it' if found.is_split else 'joins them'} in this order, {order}{rest}. Some projects keep "
+                    "parts head by head: compare outputs with max_output_difference after that"
+                )
+        return unclear
+
+    def _widest_of_parts(self, found: _Whole, absent: Collection[str]) -> dict[str, Any] | None:
+        """Return the rule that cuts or joins tensors for all blocks of a list and with their biases, if it does so."""
+        names = [found.whole, *found.candidates[0]]
+        for wide in (
+            [
+                LIST_NUMBER.sub("*", parent) + name.removeprefix(parent)
+                for name in names
+                for parent in [_divided(name)[0]]
+            ],
+            names,
+        ):
+            for leaf in ("*", _divided(found.whole)[2]):
+                whole, *parts = (re.sub(r"(?<=[._])(weight|bias)$", leaf, name) for name in wide)
+                rule = {"from": whole, "to": parts} if found.is_split else {"from": parts, "to": whole}
+                sizes = {"sizes": found.sizes} if found.is_split and len({*found.sizes}) > 1 else {}
+                rule |= found.how | sizes
+                given = {{"from": "source", "to": "target"}.get(name, name): value for name, value in rule.items()}
+                if whole.count("*") <= MAX_REPEATS and self._fits(RemapRule(**given), absent):
+                    return rule
+        return None
+
     def _widest(self, source: str, target: str) -> Proposal | None:
         """Return the rule for all blocks of a list, if it leads from such tensors to such, else that for one."""
         glob = [LIST_NUMBER.sub("*", name) for name in (source, target)]
@@ -170,9 +225,9 @@ class Proposals:
             # `Pattern` refuses more stars, which would take long to match.
             if glob[0].count("*") < MAX_REPEATS or not end:
                 wide = glob[0] + end, glob[1] + end
-                if self._fits(*wide):
+                if self._fits(RemapRule(*wide)):
                     return wide
-        return (source, target) if self._fits(source, target) else self._in_another_layout(source, target)
+        return (source, target) if self._fits(RemapRule(source, target)) else self._in_another_layout(source, target)
 
     def _in_another_layout(self, source: str, target: str) -> Proposal | None:
         """Return a rule for one tensor of a layer that is transposed, or has other dimensions of size one."""
@@ -188,16 +243,17 @@ class Proposals:
                 return {"from": name, "to": new, "shape": [*wanted]}
         return None
 
-    def _fits(self, source: str, target: str) -> bool:
-        """Whether a rule leads from tensors without a match to tensors of their shapes without one."""
+    def _fits(self, rule: RemapRule, absent: Collection[str] = ()) -> bool:
+        """Whether a rule leads from tensors without a match to such of the model, or to absent parts."""
         try:
-            made = remap_keys(dict(self.sources), [RemapRule(source, target)])
+            made = remap_keys({n: torch.empty(shape, device="meta") for n, shape in self.sources.items()}, [rule])
         except CheckpointError:  # it would give two of them one name
             return False
         ruled = [name for name in made.rules_of if made.rules_of[name]]
         # A star may take in more than was meant, such as a layer that has its match: then it is not proposed.
         return bool(ruled) and all(
-            self.targets.get(name) == made[name] and not orders_differ(made.origins[name], name, certain=True)
+            (self.targets.get(name) == made[name].shape or (absent and name not in self.targets))
+            and not orders_differ(made.origins[name], name, certain=True)
             for name in ruled
         )
 
@@ -212,6 +268,116 @@ class Proposals:
         # The pair that a reader finds most alike, and the same one each time.
         pairs.sort(key=lambda pair: (_in_common(*pair), pair), reverse=True)
         return describe_orders(pairs) or describe_fused([*self.sources, *self.targets])
+
+
+class _Whole(NamedTuple):
+    """A tensor as large as several of the other side together.
+
+    Attributes:
+        whole: Its name.
+        candidates: The names that these may be, each in an order.
+        sizes: The lengths of the first of them.
+        how: Further arguments of a rule that cuts or joins them.
+        is_split: Whether the file has the whole.
+        is_said: Whether its name says the parts and their order.
+    """
+
+    whole: str
+    candidates: list[list[str]]
+    sizes: list[int]
+    how: dict[str, Any]
+    is_split: bool
+    is_said: bool
+
+
+def _wholes(wholes: Mapping[str, Shape], others: Mapping[str, Shape], is_split: bool) -> Iterator[_Whole]:
+    groups: dict[tuple[str, ...], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for name in others:
+        parent, _, leaf = _divided(name)
+        groups[(leaf, *LIST_NUMBER.findall(parent))][parent].append(name)
+    for whole, shape in wholes.items():
+        parent, part, leaf = _divided(whole)
+        found = groups.get((leaf, *LIST_NUMBER.findall(parent)), {})
+        near = dict.fromkeys((parent, f"{parent}.{part}".lstrip(".")))  # beside it, or in a list of its name
+        for other in (*near, *islice(found.keys() - near, _MOST_TRIED)):
+            names = found.get(other, [])
+            if not 0 < len(names) <= 4 * _MOST_TRIED or describe_fused([whole]):
+                continue
+            said = _parts_said(part, names)
+            # Behind other names its own must say what it is made of
+            some = islice(names, _MOST_TRIED if other in near else 0)
+            sets = [said] if said else [[*each] for count in (2, 3, 4) for each in combinations(some, count)]
+            made = [(each, *layout) for each in sets if (layout := _layout(shape, each, others, is_split))]
+            if made:
+                yield _Whole(whole, [each for each, *_ in made[:3]], *made[0][1:], is_split, bool(said))
+
+
+def _divided(name: str) -> tuple[str, str, str]:
+    """Return the path of the module around a layer, the layer's name, and `weight` or `bias`."""
+    found = re.search(r"(?:^|[._])(weight|bias)$", name)
+    parent, _, part = (name[: found.start()] if found else name).rpartition(".")
+    return parent, part, found[1] if found else ""
+
+
+_INITIALS = {"q": "query", "k": "key", "v": "value"}
+
+
+def _parts_said(name: str, parts: Sequence[str]) -> list[str]:
+    """Return the parts that a name says, in its order; of query, key and value also one that there is not.
+
+    `vk` says value and key, `gate_up_proj` gate and up, and `w12` the two of a gated layer, the gate first, as in timm.
+    """
+    letters = re.search(r"(?<![a-z])w?([qkv]{2,3})(?![a-z])", name.lower())
+    numbers = re.fullmatch(r"(.*?)_?([1-9])([1-9])", name.lower())
+    if letters or "fused query, key and value" in words_of(name):
+        said = [{_INITIALS[letter]} for letter in (letters[1] if letters else "qkv")]
+    elif numbers:
+        said = [{f"{numbers[1]}{numbers[2]}", "gate"}, {f"{numbers[1]}{numbers[3]}", "up"}]
+    else:
+        said = [{word} for word in re.split(r"[._]", name.lower())]
+    words = {part: words_of(_divided(part)[1]) for part in parts}
+    common = frozenset.intersection(*words.values()) if len(parts) > 1 else frozenset()
+    found = [[part for part in parts if "norm" not in words[part] and one & (words[part] - common)] for one in said]
+    named = [part for each in found for part in each]
+    if len(named) > len({*named}) or max(map(len, found)) > 1:
+        return []
+    roles = [min(one) for one in said]
+    if {*roles} <= {*_INITIALS.values()} and len(named) == len(said) - 1:
+        return [each[0] if each else _named_like(named[0], roles, roles[found.index([])]) for each in found]
+    return named if len(named) > 1 else []
+
+
+def _named_like(name: str, roles: Sequence[str], wanted: str) -> str:
+    """Return the name of another of query, key and value, spelled like that of one of them."""
+    parent, part, _ = _divided(name)
+    start = len(parent) + bool(parent)
+    words = "|".join((*roles, *(role[0] for role in roles)))
+    new = re.sub(rf"(?<![a-z])(w?)({words})(?![a-z])", lambda m: m[1] + (wanted if m[2] in roles else wanted[0]), part)
+    return name[:start] + new + name[start + len(part) :]
+
+
+def _layout(
+    whole: Shape, parts: Sequence[str], others: Mapping[str, Shape], is_split: bool
+) -> tuple[list[int], dict[str, Any]] | None:
+    """Return the lengths of parts, and the arguments of the rule for them; None if they are not the whole."""
+    known = [others[part] for part in parts if part in others]
+    # The bias that one of them lacks has the rest
+    rest = (whole[0] - sum(shape[0] for shape in known),) if {*map(len, (whole, *known))} == {1} else (0,)
+    shapes = [others.get(part, rest) for part in parts]
+    if len({*map(len, (whole, *shapes))}) > 1 or not whole or min(map(min, shapes)) < 1:
+        return None
+    for dim, how in ((0, {}), (0, {"transpose": True}), (-1, {"dim": -1})):
+        turn = len(whole) == 2 and "transpose" in how
+        # Of the file: the one before it is cut, or the others before they are joined
+        one = whole[::-1] if turn and is_split else whole
+        pieces = [shape[::-1] if turn and not is_split else shape for shape in shapes]
+        joined = [*pieces[0]]
+        joined[dim] = sum(shape[dim] for shape in pieces)
+        if tuple(joined) == one and all(
+            (*shape[:dim], *shape[dim:][1:]) == (*one[:dim], *one[dim:][1:]) for shape in pieces
+        ):
+            return [shape[dim] for shape in pieces], how
+    return None
 
 
 def _in_common(source: str, target: str) -> tuple[int, int]:
@@ -229,7 +395,7 @@ def is_at(name: str, path: str) -> bool:
 def in_words(rule: Proposal) -> str:
     """Return what a rule does, as an argument with its meaning."""
     source, target = (rule["from"], rule["to"]) if isinstance(rule, dict) else rule
-    return f"rules=[{rule!r}] takes {source} as {target}, and the rest is matched as before"
+    return f"rules=[{rule!r}] takes {source} as {target or 'the whole model'}, and the rest is matched as before"
 
 
 def suggested_patterns(names: Sequence[str], known: Sequence[str], most: int | None = None) -> list[str]:
