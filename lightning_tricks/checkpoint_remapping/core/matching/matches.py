@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import combinations, islice, product
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
 from lightning_tricks._shared.patterns import LIST_NUMBER, MAX_REPEATS, Pattern
 from lightning_tricks._shared.text import format_shape, list_names
-from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import (
     describe_fused,
     describe_orders,
@@ -21,7 +22,6 @@ from lightning_tricks.checkpoint_remapping.core.matching.synonyms import (
     words_of,
 )
 from lightning_tricks.checkpoint_remapping.core.remapping import FUSION, remap_keys
-from lightning_tricks.checkpoint_remapping.core.rules import RemapRule
 
 Shape = tuple[int, ...]
 Prefixes = tuple[str, str]  # of the names in the file, and of those in the model; without the dot
@@ -166,56 +166,46 @@ class Proposals:
         return self._widest(source, target)
 
     def for_parts(self) -> str:
-        """Return the sentence about a tensor as large as several of the other side together; empty if there is none.
+        """Return the sentence about a tensor that has the size of several of the other side, with rules; or nothing."""
+        sides = self.sources, self.targets
+        for is_split, (wholes, others) in ((True, sides), (False, sides[::-1])):
+            for whole, sets, is_said in _wholes(wholes, others):
+                there, lacks = list_names(filter(others.__contains__, sets[0])), not {*sets[0]} <= others.keys()
+                if lacks and not is_split:
+                    return (
+                        f"{whole} takes {there}, and a part that the file lacks: join them, with zeros for that, by "
+                        f"load_weights(model, {{**weights, {whole!r}: torch.cat([...])}})"
+                    )
+                if rules := [rule for parts in sets for rule in self._for_parts(whole, parts, is_split)]:
+                    order = "as its name says" if is_said else "but nothing says that it is this one"
+                    return (
+                        f"{whole} may be {there}{' and what the model lacks' * lacks} in one: rules=[{rules[0]!r}] takes "
+                        f"it so, by a {'split' if is_split else 'fusion'} in this order, {order}"
+                        f"{''.join(f', or it is {rule}' for rule in rules[1:3])}. Compare outputs with "
+                        "max_output_difference after that: some projects keep parts head by head"
+                    )
+        return ""
 
-        It has the rule that cuts the one or joins the others, if it is clear which these are.
-        """
-        unclear = ""
-        for found in (*_wholes(self.sources, self.targets, True), *_wholes(self.targets, self.sources, False)):
-            parts, *others = found.candidates
-            absent = next((part for part in parts if part not in {**self.sources, **self.targets}), "")
-            if others:
-                texts = ", or of ".join(" + ".join(each) for each in found.candidates)
-                unclear = unclear or (
-                    f"{found.whole} has the size of {texts}: a RemapRule with {found.whole!r} and a tuple of the right "
-                    "ones, in their order, takes them"
-                )
-            elif absent and not found.is_split:
-                return (
-                    f"{found.whole} has the size of {list_names(part for part in parts if part != absent)} and of "
-                    f"{absent}, which the file lacks: if the layer has none, add zeros, by load_weights(model, "
-                    f"{{**weights, {absent!r}: torch.zeros({found.sizes[parts.index(absent)]})}})"
-                )
-            elif rule := self._widest_of_parts(found, {absent} - {""}):
-                order = "as its name says" if found.is_said else "but nothing says that it is this one"
-                rest = f"; the model lacks {absent}, so allow its name with allow_unexpected" if absent else ""
-                return (
-                    f"{found.whole} has the size of {list_names(parts)} together: rules=[{rule!r}] "
-                    f"{'cuts it' if found.is_split else 'joins them'} in this order, {order}{rest}. Some projects keep "
-                    "parts head by head: compare outputs with max_output_difference after that"
-                )
-        return unclear
-
-    def _widest_of_parts(self, found: _Whole, absent: Collection[str]) -> dict[str, Any] | None:
-        """Return the rule that cuts or joins tensors for all blocks of a list and with their biases, if it does so."""
-        names = [found.whole, *found.candidates[0]]
-        for wide in (
-            [
-                LIST_NUMBER.sub("*", parent) + name.removeprefix(parent)
-                for name in names
-                for parent in [_divided(name)[0]]
-            ],
-            names,
-        ):
-            for leaf in ("*", _divided(found.whole)[2]):
-                whole, *parts = (re.sub(r"(?<=[._])(weight|bias)$", leaf, name) for name in wide)
-                rule = {"from": whole, "to": parts} if found.is_split else {"from": parts, "to": whole}
-                sizes = {"sizes": found.sizes} if found.is_split and len({*found.sizes}) > 1 else {}
-                rule |= found.how | sizes
-                given = {{"from": "source", "to": "target"}.get(name, name): value for name, value in rule.items()}
-                if whole.count("*") <= MAX_REPEATS and self._fits(RemapRule(**given), absent):
-                    return rule
-        return None
+    def _for_parts(self, whole: str, parts: Sequence[str], is_split: bool) -> list[dict[str, Any]]:
+        """Return the rules that split or fuse tensors, for all blocks of a list and for biases where they fit these."""
+        shapes = {**self.sources, **self.targets}
+        rest = (shapes[whole][0] - sum(shapes[part][0] for part in parts if part in shapes),)
+        wide = [LIST_NUMBER.sub("*", name) for name in (whole, *parts)]
+        both = [re.sub("(?<=[._])(weight|bias)$", "*", name) for name in wide]
+        has_both = {re.sub("(weight|bias)$", leaf, whole) for leaf in ("weight", "bias")} <= shapes.keys()
+        rules: list[dict[str, Any]] = []
+        for transpose, dim in ((False, 0), (True, 0), (True, -1), (False, -1)):
+            sizes = [shapes.get(part, rest)[dim] for part in parts]
+            how = {"transpose": transpose, "dim": dim, "sizes": sizes if is_split and len({*sizes}) > 1 else None}
+            how = {name: value for name, value in how.items() if value}
+            for one, *others in (*[both][:has_both], wide, (whole, *parts)):
+                rule = {"from": one, "to": others, **how} if is_split else {"from": others, "to": one, **how}
+                if one.count("*") <= MAX_REPEATS and self._fits(rule, may_add=not {*parts} <= shapes.keys()):
+                    rules.append(rule)
+                    break
+            if rules and not (transpose or dim):
+                break  # sizes alone do not show that a tensor is the other way round
+        return rules
 
     def _widest(self, source: str, target: str) -> Proposal | None:
         """Return the rule for all blocks of a list, if it leads from such tensors to such, else that for one."""
@@ -225,9 +215,9 @@ class Proposals:
             # `Pattern` refuses more stars, which would take long to match.
             if glob[0].count("*") < MAX_REPEATS or not end:
                 wide = glob[0] + end, glob[1] + end
-                if self._fits(RemapRule(*wide)):
+                if self._fits(wide):
                     return wide
-        return (source, target) if self._fits(RemapRule(source, target)) else self._in_another_layout(source, target)
+        return (source, target) if self._fits((source, target)) else self._in_another_layout(source, target)
 
     def _in_another_layout(self, source: str, target: str) -> Proposal | None:
         """Return a rule for one tensor of a layer that is transposed, or has other dimensions of size one."""
@@ -243,16 +233,16 @@ class Proposals:
                 return {"from": name, "to": new, "shape": [*wanted]}
         return None
 
-    def _fits(self, rule: RemapRule, absent: Collection[str] = ()) -> bool:
-        """Whether a rule leads from tensors without a match to such of the model, or to absent parts."""
+    def _fits(self, rule: Proposal, may_add: bool = False) -> bool:
+        """Whether a rule leads from tensors without a match to tensors of their shapes without one, or adds some."""
         try:
-            made = remap_keys({n: torch.empty(shape, device="meta") for n, shape in self.sources.items()}, [rule])
-        except CheckpointError:  # it would give two of them one name
+            made = remap_keys({name: torch.empty(shape, device="meta") for name, shape in self.sources.items()}, [rule])
+        except ValueError:  # it would give two of them one name, or does not fit them
             return False
         ruled = [name for name in made.rules_of if made.rules_of[name]]
         # A star may take in more than was meant, such as a layer that has its match: then it is not proposed.
         return bool(ruled) and all(
-            (self.targets.get(name) == made[name].shape or (absent and name not in self.targets))
+            (self.targets.get(name, made[name].shape if may_add else None) == made[name].shape)
             and not orders_differ(made.origins[name], name, certain=True)
             for name in ruled
         )
@@ -270,114 +260,60 @@ class Proposals:
         return describe_orders(pairs) or describe_fused([*self.sources, *self.targets])
 
 
-class _Whole(NamedTuple):
-    """A tensor as large as several of the other side together.
-
-    Attributes:
-        whole: Its name.
-        candidates: The names that these may be, each in an order.
-        sizes: The lengths of the first of them.
-        how: Further arguments of a rule that cuts or joins them.
-        is_split: Whether the file has the whole.
-        is_said: Whether its name says the parts and their order.
-    """
-
-    whole: str
-    candidates: list[list[str]]
-    sizes: list[int]
-    how: dict[str, Any]
-    is_split: bool
-    is_said: bool
+_ROLES = {"q": "query", "k": "key", "v": "value", "g": "gate", "u": "up"}  # in the usual order
 
 
-def _wholes(wholes: Mapping[str, Shape], others: Mapping[str, Shape], is_split: bool) -> Iterator[_Whole]:
-    groups: dict[tuple[str, ...], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+@lru_cache(maxsize=65536)
+def _divided(name: str) -> tuple[str, str, str]:
+    """Return the path of the module around a layer, the name of the layer, and `weight` or `bias`."""
+    found = re.search(r"(?:^|[._])(weight|bias)$", name)
+    parent, _, layer = (name[: found.start()] if found else name).rpartition(".")
+    return parent, layer, found[1] if found else ""
+
+
+def _wholes(wholes: Mapping[str, Shape], others: Mapping[str, Shape]) -> Iterator[tuple[str, list[list[str]], bool]]:
+    """Yield tensors that may be several others together, what these may be, and whether the name says them."""
+    alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for name in others:
         parent, _, leaf = _divided(name)
-        groups[(leaf, *LIST_NUMBER.findall(parent))][parent].append(name)
+        alike[(leaf, *LIST_NUMBER.findall(parent))].append(name)
     for whole, shape in wholes.items():
-        parent, part, leaf = _divided(whole)
-        found = groups.get((leaf, *LIST_NUMBER.findall(parent)), {})
-        near = dict.fromkeys((parent, f"{parent}.{part}".lstrip(".")))  # beside it, or in a list of its name
-        for other in (*near, *islice(found.keys() - near, _MOST_TRIED)):
-            names = found.get(other, [])
-            if not 0 < len(names) <= 4 * _MOST_TRIED or describe_fused([whole]):
-                continue
-            said = _parts_said(part, names)
-            # Behind other names its own must say what it is made of
-            some = islice(names, _MOST_TRIED if other in near else 0)
-            sets = [said] if said else [[*each] for count in (2, 3, 4) for each in combinations(some, count)]
-            made = [(each, *layout) for each in sets if (layout := _layout(shape, each, others, is_split))]
-            if made:
-                yield _Whole(whole, [each for each, *_ in made[:3]], *made[0][1:], is_split, bool(said))
+        parent, layer, leaf = _divided(whole)
+        names = alike.get((leaf, *LIST_NUMBER.findall(parent)), [])[: 8 * _MOST_TRIED]
+        beside = [name for name in names if _divided(name)[0] in (parent, f"{parent}.{layer}".lstrip("."))]
+        # Behind other names, a name must say what it is made of
+        said = _parts_said(whole, beside) or _parts_said(whole, names)
+        some = sorted(beside[:_MOST_TRIED], key=lambda name: [role not in words_of(name) for role in _ROLES.values()])
+        sets = [said] if said else [[*each] for count in (2, 3, 4) for each in combinations(some, count)]
+        # The part that a model lacks has the rest of a bias
+        left = [math.prod(shape) - sum(math.prod(others.get(name, (0,))) for name in each) for each in sets]
+        has_rest = len(shape) == 1 and not {*said} <= others.keys()
+        sets = [each for each, rest in zip(sets, left, strict=True) if (rest > 0 if has_rest else rest == 0)]
+        if sets and not describe_fused([whole]):
+            yield whole, sets, bool(said)
 
 
-def _divided(name: str) -> tuple[str, str, str]:
-    """Return the path of the module around a layer, the layer's name, and `weight` or `bias`."""
-    found = re.search(r"(?:^|[._])(weight|bias)$", name)
-    parent, _, part = (name[: found.start()] if found else name).rpartition(".")
-    return parent, part, found[1] if found else ""
-
-
-_INITIALS = {"q": "query", "k": "key", "v": "value"}
-
-
-def _parts_said(name: str, parts: Sequence[str]) -> list[str]:
+def _parts_said(whole: str, parts: Sequence[str]) -> list[str]:
     """Return the parts that a name says, in its order; of query, key and value also one that there is not.
 
-    `vk` says value and key, `gate_up_proj` gate and up, and `w12` the two of a gated layer, the gate first, as in timm.
+    `vk` says value and key, `gate_up_proj` gate and up, `w13` says `w1` and `w3`.
     """
-    letters = re.search(r"(?<![a-z])w?([qkv]{2,3})(?![a-z])", name.lower())
-    numbers = re.fullmatch(r"(.*?)_?([1-9])([1-9])", name.lower())
-    if letters or "fused query, key and value" in words_of(name):
-        said = [{_INITIALS[letter]} for letter in (letters[1] if letters else "qkv")]
-    elif numbers:
-        said = [{f"{numbers[1]}{numbers[2]}", "gate"}, {f"{numbers[1]}{numbers[3]}", "up"}]
-    else:
-        said = [{word} for word in re.split(r"[._]", name.lower())]
+    name = _divided(whole)[1].lower()
+    letters, numbers = (
+        re.search(r"(?<![a-z])w?([qkv]{2,3})(?![a-z])", name),
+        re.fullmatch(r"(.*?)_?([1-9])([1-9])", name),
+    )
+    said = [_ROLES[letter] for letter in letters[1]] if letters else name.split("_")
+    said = [f"{numbers[1]}{numbers[2]}", f"{numbers[1]}{numbers[3]}"] if numbers else said
     words = {part: words_of(_divided(part)[1]) for part in parts}
     common = frozenset.intersection(*words.values()) if len(parts) > 1 else frozenset()
-    found = [[part for part in parts if "norm" not in words[part] and one & (words[part] - common)] for one in said]
+    found = [[part for part in parts if word in words[part] - common and "norm" not in words[part]] for word in said]
     named = [part for each in found for part in each]
-    if len(named) > len({*named}) or max(map(len, found)) > 1:
+    if max(map(len, found)) > 1 or len({*named}) < len(named):
         return []
-    roles = [min(one) for one in said]
-    if {*roles} <= {*_INITIALS.values()} and len(named) == len(said) - 1:
-        return [each[0] if each else _named_like(named[0], roles, roles[found.index([])]) for each in found]
+    if letters and len(named) == len(said) - 1:
+        return [part for each, word in zip(found, said, strict=True) for part in each or [f"{whole}_{word}"]]
     return named if len(named) > 1 else []
-
-
-def _named_like(name: str, roles: Sequence[str], wanted: str) -> str:
-    """Return the name of another of query, key and value, spelled like that of one of them."""
-    parent, part, _ = _divided(name)
-    start = len(parent) + bool(parent)
-    words = "|".join((*roles, *(role[0] for role in roles)))
-    new = re.sub(rf"(?<![a-z])(w?)({words})(?![a-z])", lambda m: m[1] + (wanted if m[2] in roles else wanted[0]), part)
-    return name[:start] + new + name[start + len(part) :]
-
-
-def _layout(
-    whole: Shape, parts: Sequence[str], others: Mapping[str, Shape], is_split: bool
-) -> tuple[list[int], dict[str, Any]] | None:
-    """Return the lengths of parts, and the arguments of the rule for them; None if they are not the whole."""
-    known = [others[part] for part in parts if part in others]
-    # The bias that one of them lacks has the rest
-    rest = (whole[0] - sum(shape[0] for shape in known),) if {*map(len, (whole, *known))} == {1} else (0,)
-    shapes = [others.get(part, rest) for part in parts]
-    if len({*map(len, (whole, *shapes))}) > 1 or not whole or min(map(min, shapes)) < 1:
-        return None
-    for dim, how in ((0, {}), (0, {"transpose": True}), (-1, {"dim": -1})):
-        turn = len(whole) == 2 and "transpose" in how
-        # Of the file: the one before it is cut, or the others before they are joined
-        one = whole[::-1] if turn and is_split else whole
-        pieces = [shape[::-1] if turn and not is_split else shape for shape in shapes]
-        joined = [*pieces[0]]
-        joined[dim] = sum(shape[dim] for shape in pieces)
-        if tuple(joined) == one and all(
-            (*shape[:dim], *shape[dim:][1:]) == (*one[:dim], *one[dim:][1:]) for shape in pieces
-        ):
-            return [shape[dim] for shape in pieces], how
-    return None
 
 
 def _in_common(source: str, target: str) -> tuple[int, int]:
