@@ -204,15 +204,11 @@ class LoadPlan:
         extra = {name: value for name, value in checkpoint.state_dict.items() if name.endswith("_extra_state")}
         extra = {new: extra[old] for old, new in strip_wrappers(extra).items() if new is not None}
         tensors, normed = other_forms.normed_as_in(tensors, self.model_tensors)
-        unread = {
-            place.location: place.name
+        self._unread = [
+            f"{place.location} is made by {place.name}, which is not read: save a plain tensor (tensor.to_dense())"
             for place in checkpoint.placeholders
-            if place.location.startswith(checkpoint.key) and _TENSORS.search(place.name)
-        }
-        self._unread = (
-            f"the file has {list_names(unread)} as {list_names(dict.fromkeys(unread.values()))}, which is not read: "
-            "save plain tensors there, as of tensor.to_dense()" * bool(unread)
-        )
+            if place.location.startswith(checkpoint.key) and re.match("torch.*(_rebuild_|Tensor)", place.name)
+        ]
         self.rules = apply_rules(tensors, rules, self.model_tensors)
         self.alignment, self.loaded, self._aliases, notes = find_tensors(
             self.model_tensors, self.rules, patterns.get("allow_unexpected", ()), patterns.get("accept", ())
@@ -222,7 +218,7 @@ class LoadPlan:
         codes = other_forms.find_codes(self.alignment, file, self.model_tensors, checkpoint.metadata)
         self._codes = other_forms.describe_codes(codes, file) if codes else ""
         self._leave_out_other_kinds()
-        self._notes = [*adapters, *normed, *notes, *filter(None, [self._unread])]
+        self._notes = [*adapters, *normed, *notes, *self._unread[:1]]
         widened = [name for name in self.loaded if other_forms.is_widened(self.loaded[name], self.model_tensors[name])]
         if widened:
             self._notes.append(f"{list_names(widened)} have 8 bits in the file, and are loaded with that precision")
@@ -313,10 +309,9 @@ class LoadPlan:
         unexpected = [name for name in found.unexpected if not self._is_matched("allow_unexpected", name)]
         reason = self._codes if self._loads_codes or wrong or missing or unexpected else ""
         if missing:
-            lacking = {name: self.model_tensors[name] for name in missing}
-            reason = self._unread or other_forms.describe_computed(unexpected, lacking) or reason
+            reason = other_forms.describe_computed(unexpected, missing) or reason
+            reason = f"{self._unread[0]}." if self._unread else reason
         if reason:
-            reason = f"{reason[:1].upper()}{reason[1:].rstrip('.')}."
             raise CheckpointError(f"{self.source} does not fit {model}, which was not modified. {reason}")
         if ambiguous_cases(found, missing):
             raise AmbiguousAlignmentError(
@@ -342,11 +337,9 @@ class LoadPlan:
         ]
         parts = found.proposals.for_parts() if missing and self.rules.search else ""
         rule = found.proposals.for_the_rest() if (missing or wrong) and not parts else None
-        proposed = [f"if one of them is another's, {in_words(rule)}"] if rule else [parts][: bool(parts)]
+        proposed = [f"if one of them is another's, {in_words(rule)}"] if rule else [*filter(None, [parts])]
         reordered = found.proposals.with_other_orders() if missing else ""
-        problems = [reordered] * bool(reordered) + (
-            [*proposed, *problems] if reordered or parts else [*problems, *proposed]
-        )
+        problems = [*filter(None, [reordered]), *proposed, *problems] if reordered or parts else [*problems, *proposed]
         if not self.loaded:
             others = "; ".join(proposed or problems[:1]) if wrong or proposed else ""
             others = f" {others[:1].upper()}{others[1:]}." if others else ""
@@ -409,7 +402,6 @@ def _with_names_of_header(checkpoint: Checkpoint, model_names: Iterable[str]) ->
     return {name: left_out[name] for name, found in endings.items() if found} | tensors
 
 
-_TENSORS = re.compile("^torch.*(_rebuild_|Tensor)")  # calls and classes that make them, which are not read
 _MOST_PATTERNS = 4  # of one argument that a message shows
 _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.(\w+)")
 

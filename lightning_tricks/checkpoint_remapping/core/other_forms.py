@@ -81,36 +81,30 @@ def normed_as_in(
 
 # Weights that are computed of other tensors: weight norm, spectral norm, other parametrizations, pruning
 
-_ORIGINALS = re.compile(r"(?:.+\.)?parametrizations\.[^.]+\.original\d*|(?P<old>.+_)orig")
+_BESIDE = {"orig": ("u", "mask"), "v": ("g",)}  # how names end, and those beside them, if weights are computed
 
 
-def describe_computed(file: Collection[str], model: Mapping[str, torch.Tensor]) -> str:
+def describe_computed(file: Collection[str], model: Collection[str]) -> str:
     """Return the sentence about weights that either side computes from tensors without a match; empty if neither does.
 
     Args:
         file: Names of the file without a match.
-        model: The model's tensors without one.
+        model: Names of the model without one.
     """
-    found = [
-        name
-        for side in (file, model)
-        for name in side
-        if (parts := _ORIGINALS.fullmatch(name))
-        and (not parts["old"] or not {f"{parts['old']}{end}" for end in ("u", "mask")}.isdisjoint(side))
-    ] + [weight.direction for weight in find_normed(model).values()]
-    if not found:
-        return ""
-    how = (
-        "with that, as it was saved, and then remove it"
-        if found[0] in file
-        else "without that, and apply it after that"
+    sides = (
+        (file, "The file", "the model with that, as when it was saved, and then remove it"),
+        (model, "The model", "it without that, and apply it afterwards"),
     )
-    holder = "file" if found[0] in file else "model"
-    return (
-        f"The {holder} computes weights from other tensors, such as {found[0]} (by weight norm, spectral norm, another "
-        f"parametrization or pruning), and the other side has none of these: load the file into the model {how} "
-        "(remove_weight_norm, remove_spectral_norm, prune.remove, or remove_parametrizations)."
-    )
+    for names, holder, how in sides:
+        for name in names:
+            stem, _, kind = name.rpartition("_")
+            if "parametrizations." in name or not {f"{stem}_{end}" for end in _BESIDE.get(kind, ())}.isdisjoint(names):
+                return (
+                    f"{holder} computes weights from others, such as {name} (weight norm, spectral norm, another "
+                    f"parametrization, pruning), and the other side does not: load the file into {how} "
+                    "(remove_parametrizations, remove_weight_norm, remove_spectral_norm or prune.remove)."
+                )
+    return ""
 
 
 # Files of quantized weights: which of their tensors are codes, and not the numbers that a model computes with

@@ -15,10 +15,10 @@ from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError, N
 from lightning_tricks.checkpoint_remapping.core.files.pickle_values import (
     MAX_NAME_LENGTH,
     Placeholder,
+    are_copies,
     describe_value,
     find_placeholders,
     is_array,
-    same_values,
     tensor_of,
 )
 from lightning_tricks.checkpoint_remapping.core.files.storages import MapLocation
@@ -158,17 +158,10 @@ def _choose_weights(value: Any, key: str | None, budget: Budget) -> tuple[KeyPat
     found = {path: tensors for path, tensors in found.items() if not all(map(is_array, tensors.values()))} or found
     if not found:
         raise NotACheckpointError(_describe_other(value))
-    if len(found) > 1 and not _are_copies(*found.values()):
+    if len(found) > 1 and not are_copies(*found.values()):
         key_paths = _list_key_paths(repr(".".join(path)) for path in found)
         raise CheckpointError(f"a checkpoint with several sets of weights. Choose one with key=: {key_paths}.")
     return next(iter(found.items()))
-
-
-def _are_copies(first: dict[str, Any], *others: dict[str, Any]) -> bool:
-    return all(
-        first.keys() == other.keys() and all(same_values(*map(tensor_of, (first[name], other[name]))) for name in first)
-        for other in others
-    )
 
 
 def _rounds_to(finer: torch.Tensor, value: torch.Tensor | None) -> bool:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from lightning_tricks._shared.read_budget import Budget
+from lightning_tricks._shared.tensors import is_dense
 from lightning_tricks._shared.text import format_shape
 from lightning_tricks.checkpoint_remapping.core.errors import NotACheckpointError, UnsafeCheckpointError
 
@@ -373,16 +374,22 @@ def is_array(value: Any) -> bool:
     return isinstance(value, np.ndarray) and f"{value.dtype.kind}{value.dtype.itemsize}" in _NUMBERS
 
 
-def same_values(one: Any, other: Any) -> bool:
-    """Whether two values are one, or tensors of one type with equal numbers."""
-    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
-        return one is other
-    kinds = [(tensor.dtype, tensor.layout, tensor.device) for tensor in (one, other)]
-    return kinds[0] == kinds[1] and one.layout == torch.strided and not one.is_meta and torch.equal(one, other)
-
-
 def tensor_of(value: Any) -> Any:
     """Return an array as a tensor; other values as they are."""
     if not is_array(value):
         return value
     return torch.from_numpy(np.require(value, value.dtype.newbyteorder("="), ["C", "W"]))
+
+
+def are_copies(first: dict[str, Any], *others: dict[str, Any]) -> bool:
+    """Whether dicts have the same names, and under each of them tensors of one type with equal numbers."""
+    return all(
+        first.keys() == other.keys() and all(_is_copy(tensor_of(first[name]), tensor_of(other[name])) for name in first)
+        for other in others
+    )
+
+
+def _is_copy(one: Any, other: Any) -> bool:
+    tensors = [each for each in (one, other) if isinstance(each, torch.Tensor) and is_dense(each) and not each.is_meta]
+    alike = len(tensors) == 2 and (one.dtype, one.device) == (other.dtype, other.device)
+    return one is other or (alike and torch.equal(one, other))

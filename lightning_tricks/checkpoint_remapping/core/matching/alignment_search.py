@@ -16,7 +16,7 @@ from lightning_tricks._shared.patterns import Pattern, parse_patterns
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.checkpoint_remapping.core.errors import AmbiguousAlignmentError
 from lightning_tricks.checkpoint_remapping.core.files.checkpoint import Checkpoint
-from lightning_tricks.checkpoint_remapping.core.files.pickle_values import same_values
+from lightning_tricks.checkpoint_remapping.core.files.pickle_values import are_copies
 from lightning_tricks.checkpoint_remapping.core.matching.alignment import Alignment, describe_ambiguity, diagnose
 from lightning_tricks.checkpoint_remapping.core.matching.conversion import find_conversion
 from lightning_tricks.checkpoint_remapping.core.matching.matches import (
@@ -144,12 +144,10 @@ def find_tensors(
     target = shapes_of({name: tensor for name, tensor in own.items() if name not in aliases})
     search = AlignmentSearch(target, applied, accept)
     alignment = search.run()
-    copies = [*_copies(applied.tensors, search.clean_names, alignment.ambiguous)]
-    if copies:
-        applied = replace(applied, tensors={n: tensor for n, tensor in applied.tensors.items() if n not in copies})
-        notes.append(f"{list_names(copies)} have the values of others, and were left out")
-        search = AlignmentSearch(target, applied, accept)
-        alignment = search.run()
+    if copies := _copies(search, alignment):
+        kept = {name: tensor for name, tensor in applied.tensors.items() if name not in copies}
+        notes = [*applied.notes, f"{list_names(copies)} have the values of others, and were left out"]
+        return find_tensors(own, replace(applied, tensors=kept, notes=notes), left_over, accept)
     if alignment.lacking and left_over and applied.search:
         clean = {old: new for old, new in search.clean_names.items() if new is not None}
         less = {old: new for old, new in clean.items() if any(pattern.matches(new) for pattern in left_over)}
@@ -204,21 +202,20 @@ def _leave_out_repeated(
                 del tensors[name]
 
 
-def _copies(
-    tensors: Mapping[str, torch.Tensor],
-    clean_names: Mapping[str, str | None],
-    ambiguous: Iterable[tuple[Sequence[str], Sequence[str]]],
-) -> Iterator[str]:
-    """Yield the names of tensors that one place of the model may take, and that have the values of others that may."""
-    for sources, targets in ambiguous:
+def _copies(search: AlignmentSearch, found: Alignment) -> list[str]:
+    """Return the names of tensors that one place of the model may take, and that are copies of others that may."""
+    copies: list[str] = []
+    for sources, _ in (case for case in found.ambiguous if len(case[1]) == 1):
         stems = [source.removesuffix("*").removesuffix(".") for source in sources]
-        first, *others = [
-            {new.removeprefix(stem): name for name, new in clean_names.items() if new and is_at(new, stem)}
+        names = [
+            {new[len(stem) :]: old for old, new in search.clean_names.items() if new and is_at(new, stem)}
             for stem in stems
         ]
-        for other in others if len(targets) == 1 else ():
-            if first.keys() == other.keys() and all(same_values(tensors[first[n]], tensors[other[n]]) for n in first):
-                yield from other.values()
+        first, *others = ({rest: search.rules.tensors[name] for rest, name in each.items()} for each in names)
+        copies += [
+            n for each, other in zip(names[1:], others, strict=True) if are_copies(first, other) for n in each.values()
+        ]
+    return copies
 
 
 class AlignmentSearch:

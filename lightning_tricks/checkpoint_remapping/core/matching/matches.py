@@ -114,6 +114,7 @@ class Matching:
 
 
 Proposal = tuple[str, str] | dict[str, Any]
+_MOST_LINES = 4  # of rules for blocks, in a message
 _MOST_TRIED = 8  # pairs of layers for which a rule is tried, and parts of which some may be one tensor
 
 
@@ -179,8 +180,8 @@ class Proposals:
                 if rules := [rule for parts in sets for rule in self._for_parts(whole, parts, is_split)]:
                     order = "as its name says" if is_said else "but nothing says that it is this one"
                     return (
-                        f"{whole} may be {there}{' and what the model lacks' * lacks} in one: rules=[{rules[0]!r}] takes "
-                        f"it so, by a {'split' if is_split else 'fusion'} in this order, {order}"
+                        f"{whole} may be {there}{' and what the model lacks' * lacks} in one: rules=[{rules[0]!r}] "
+                        f"takes it so, by a {'split' if is_split else 'fusion'} in this order, {order}"
                         f"{''.join(f', or it is {rule}' for rule in rules[1:3])}. Compare outputs with "
                         "max_output_difference after that: some projects keep parts head by head"
                     )
@@ -206,6 +207,19 @@ class Proposals:
             if rules and not (transpose or dim):
                 break  # sizes alone do not show that a tensor is the other way round
         return rules
+
+    def backwards(self, rule: Proposal | None) -> str:
+        """Return the sentence about a list that is counted from the other end, which no star says; or nothing."""
+        if not isinstance(rule, tuple) or "*" not in rule[0]:
+            return ""
+        stems = [name.partition("*")[0] for name in rule]
+        found = (re.match(rf"{re.escape(stems[0])}([0-9]{{1,9}})(?![^.])", name) for name in self.sources)
+        numbers = sorted({int(number[1]) for number in found if number})
+        pairs = {f"{stems[0]}{n}": f"{stems[1]}{m}" for n, m in zip(numbers, numbers[::-1], strict=True)}
+        shown = dict(islice(pairs.items(), _MOST_LINES))
+        more = ", and so on" if len(pairs) > _MOST_LINES else ""
+        what = f"; a star is the same number on both sides: if they count from opposite ends, rules=[{shown}]{more}"
+        return what if len(pairs) > 1 else ""
 
     def _widest(self, source: str, target: str) -> Proposal | None:
         """Return the rule for all blocks of a list, if it leads from such tensors to such, else that for one."""
@@ -273,13 +287,13 @@ def _divided(name: str) -> tuple[str, str, str]:
 
 def _wholes(wholes: Mapping[str, Shape], others: Mapping[str, Shape]) -> Iterator[tuple[str, list[list[str]], bool]]:
     """Yield tensors that may be several others together, what these may be, and whether the name says them."""
-    alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for name in others:
+    alike: dict[tuple[object, ...], list[str]] = defaultdict(list)
+    for name, shape in others.items():
         parent, _, leaf = _divided(name)
-        alike[(leaf, *LIST_NUMBER.findall(parent))].append(name)
+        alike[(len(shape), leaf, *LIST_NUMBER.findall(parent))].append(name)
     for whole, shape in wholes.items():
         parent, layer, leaf = _divided(whole)
-        names = alike.get((leaf, *LIST_NUMBER.findall(parent)), [])[: 8 * _MOST_TRIED]
+        names = alike.get((len(shape) or None, leaf, *LIST_NUMBER.findall(parent)), [])[: 8 * _MOST_TRIED]
         beside = [name for name in names if _divided(name)[0] in (parent, f"{parent}.{layer}".lstrip("."))]
         # Behind other names, a name must say what it is made of
         said = _parts_said(whole, beside) or _parts_said(whole, names)
@@ -299,10 +313,8 @@ def _parts_said(whole: str, parts: Sequence[str]) -> list[str]:
     `vk` says value and key, `gate_up_proj` gate and up, `w13` says `w1` and `w3`.
     """
     name = _divided(whole)[1].lower()
-    letters, numbers = (
-        re.search(r"(?<![a-z])w?([qkv]{2,3})(?![a-z])", name),
-        re.fullmatch(r"(.*?)_?([1-9])([1-9])", name),
-    )
+    letters = re.search(r"(?<![a-z])w?([qkv]{2,3})(?![a-z])", name)
+    numbers = re.fullmatch(r"(.*?)_?([1-9])([1-9])", name)
     said = [_ROLES[letter] for letter in letters[1]] if letters else name.split("_")
     said = [f"{numbers[1]}{numbers[2]}", f"{numbers[1]}{numbers[3]}"] if numbers else said
     words = {part: words_of(_divided(part)[1]) for part in parts}
