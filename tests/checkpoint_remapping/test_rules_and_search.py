@@ -360,3 +360,94 @@ def test_a_rule_for_a_layer_speaks_for_its_block():
         load_weights(net, state, rules=rules)
     load_weights(net, state, rules=[*rules, *((f"gada.{3 - i}.zaba", f"layers.{i}.norm") for i in range(4))])
     assert unchanged(net, wanted)
+
+
+def _in_blocks(parts):
+    return {f"layers.{i}.{part}": torch.randn(size) for i in range(2) for part, size in parts.items()}
+
+
+_Q, _K, _V, _W1, _UP = (16, 16), (8, 16), (8, 16), (24, 16), (24, 16)
+_ATTENTION = {"q.weight": _Q, "k.weight": _K, "v.weight": _V, "q.bias": (16,), "k.bias": (8,), "v.bias": (8,)}
+_GATED = {"gate_proj.weight": _W1, "up_proj.weight": _UP}
+
+
+def _turned(*tensors):
+    return torch.cat([tensor.T if tensor.dim() > 1 else tensor for tensor in tensors], -1)
+
+
+def _without_key(*tensors):
+    return torch.cat(tensors if len(tensors) == 3 else (tensors[0], torch.zeros(8), tensors[1]))
+
+
+@pytest.mark.parametrize("is_join", [False, True])
+@cases(
+    "parts, order, whole, join, said",
+    (_ATTENTION, "kqv", "kqv", torch.cat, "as its name says"),
+    (_ATTENTION, "vk", "vk_proj", torch.cat, "as its name says"),
+    (_ATTENTION, "qkv", "W_pack", torch.cat, "nothing says"),
+    (_ATTENTION, "kqv", "kqv", lambda parts: _turned(*parts), "as its name says"),
+    (_GATED, ["gate_proj", "up_proj"], "gate_up_proj", torch.cat, "as its name says"),
+    (_GATED, ["up_proj", "gate_proj"], "up_gate", torch.cat, "as its name says"),
+    (_GATED, ["gate_proj", "up_proj"], "w12", torch.cat, "nothing says"),
+    ({"w1.weight": _W1, "w3.weight": _UP}, ["w1", "w3"], "w13", torch.cat, "as its name says"),
+    ({f"fc.{i}.bias": (4,) for i in range(3)}, ["fc.0", "fc.1", "fc.2"], "fc", torch.cat, "nothing says"),
+    (
+        {"q.bias": (16,), "v.bias": (8,), "k.weight": (8, 4)},
+        "qkv",
+        "qkv",
+        lambda t: _without_key(*t),
+        "as its name says",
+    ),
+)
+def test_a_tensor_of_the_size_of_the_missing_ones_gets_the_rule_that_splits_or_joins_them(
+    parts, order, whole, join, said, is_join
+):
+    separate = {**_in_blocks(parts), "head.weight": torch.randn(5, 16), "head.bias": torch.randn(5)}
+    joined = dict(separate)
+    for block, leaf in ((f"layers.{i}.", leaf) for i in range(2) for leaf in ("weight", "bias")):
+        found = [joined.pop(name) for part in order if (name := f"{block}{part}.{leaf}") in joined]
+        if len(found) > 1:
+            joined[f"{block}{whole}.{leaf}"] = join(found)
+        else:
+            joined |= {name: separate[name] for name in separate if name.startswith(block) and name.endswith(leaf)}
+    file, wanted = (separate, joined) if is_join else (joined, separate)
+    net, rules = module_of({name: torch.zeros_like(tensor) for name, tensor in wanted.items()}), []
+    for _ in range(5):
+        left = [name for name in ("layers.0.qkv.bias_key", "layers.1.qkv.bias_key") if "bias_key" in str(rules)]
+        with contextlib.suppress(CheckpointError):
+            load_weights(net, file, rules=rules, allow_unexpected=left)
+            break
+        with pytest.raises(CheckpointError) as error:
+            load_weights(net, file, rules=rules, allow_unexpected=left)
+        if is_join and "k.weight" in parts and whole == "qkv":
+            assert "a part that the file lacks: join them, with zeros" in str(error.value)
+            return
+        assert said in str(error.value)
+        assert "Compare outputs with max_output_difference" in " ".join(str(error.value).split())
+        rules += ast.literal_eval(re.search(r"rules=(\[.*?\]) takes", str(error.value))[1])
+    assert unchanged(net, wanted)
+
+
+@cases("names", ["a", "b", "c", "d"], ["one", "two", "three", "four"])
+def test_where_several_sets_of_missing_tensors_fit_all_are_said(names):
+    net = nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in names})
+    with pytest.raises(
+        CheckpointError, match=r"but nothing says that it is this one, or it is \{'from': 'pack"
+    ) as error:
+        load_weights(net, {"pack.weight": torch.randn(8, 4), f"{names[3]}.weight": torch.randn(4, 4)})
+    assert str(error.value).count("'to'") == 3
+
+
+def test_a_list_that_may_be_counted_from_the_other_end_gets_the_lines_that_reverse_it():
+    def net(trunk, behind):
+        blocks = [nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32), nn.Linear(32, 8)) for _ in range(6)]
+        rest = [nn.ModuleDict({"conv": nn.Conv2d(8, 8, 3), "bn": nn.BatchNorm2d(8)}) for _ in range(4)]
+        return randomized(nn.ModuleDict({trunk: nn.ModuleList(blocks), behind: nn.ModuleList(rest)}))
+
+    source, target = net("blocks", "decoder"), net("trunk", "up")
+    with pytest.raises(AmbiguousAlignmentError, match="if they count from opposite ends") as error:
+        load_weights(target, source.state_dict())
+    rules = re.search(r"opposite ends, rules=(\[\{.*?\}\])", " ".join(str(error.value).split()))[1]
+    load_weights(target, source.state_dict(), rules=ast.literal_eval(rules))
+    for name, tensor in source.decoder.state_dict().items():
+        assert torch.equal(target.up.state_dict()[f"{3 - int(name[0])}{name[1:]}"], tensor)

@@ -110,7 +110,7 @@ def checkpoint_of_values(values: Mapping[Any, Any], key: str | None) -> Checkpoi
     except CheckpointError as error:
         raise type(error)(f"The dict of weights is {error}") from error
     tensors = {name: tensor_of(value) for name, value in tensors.items()}
-    beside = _without_weights(values, key_path) if key_path else {}
+    beside = _without_weights(dict(values), key_path) if key_path else {}
     return Checkpoint(tensors, "nested" if key_path else "state_dict", beside, key=".".join(key_path))
 
 
