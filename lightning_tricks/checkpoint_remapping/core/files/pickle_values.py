@@ -381,15 +381,12 @@ def tensor_of(value: Any) -> Any:
     return torch.from_numpy(np.require(value, value.dtype.newbyteorder("="), ["C", "W"]))
 
 
-def are_copies(first: dict[str, Any], *others: dict[str, Any]) -> bool:
-    """Whether dicts have the same names, and under each of them tensors of one type with equal numbers."""
-    return all(
-        first.keys() == other.keys() and all(_is_copy(tensor_of(first[name]), tensor_of(other[name])) for name in first)
-        for other in others
-    )
+def are_copies(*dicts: dict[str, Any]) -> bool:
+    """Whether all have the same names, and under each of them tensors of one type with equal numbers."""
+    return all(_are_equal([tensor_of(each.get(name)) for each in dicts]) for name in set().union(*dicts))
 
 
-def _is_copy(one: Any, other: Any) -> bool:
-    tensors = [each for each in (one, other) if isinstance(each, torch.Tensor) and is_dense(each) and not each.is_meta]
-    alike = len(tensors) == 2 and (one.dtype, one.device) == (other.dtype, other.device)
-    return one is other or (alike and torch.equal(one, other))
+def _are_equal(values: list[Any]) -> bool:
+    tensors = [each for each in values if isinstance(each, torch.Tensor) and is_dense(each) and not each.is_meta]
+    alike = len(tensors) == len(values) and len({(each.dtype, each.device) for each in tensors}) == 1
+    return alike and all(torch.equal(tensors[0], each) for each in tensors)

@@ -144,7 +144,7 @@ def find_tensors(
     target = shapes_of({name: tensor for name, tensor in own.items() if name not in aliases})
     search = AlignmentSearch(target, applied, accept)
     alignment = search.run()
-    if copies := _copies(search, alignment):
+    if copies := [*_copies(search, alignment)]:
         kept = {name: tensor for name, tensor in applied.tensors.items() if name not in copies}
         notes = [*applied.notes, f"{list_names(copies)} have the values of others, and were left out"]
         return find_tensors(own, replace(applied, tensors=kept, notes=notes), left_over, accept)
@@ -202,20 +202,15 @@ def _leave_out_repeated(
                 del tensors[name]
 
 
-def _copies(search: AlignmentSearch, found: Alignment) -> list[str]:
-    """Return the names of tensors that one place of the model may take, and that are copies of others that may."""
-    copies: list[str] = []
-    for sources, _ in (case for case in found.ambiguous if len(case[1]) == 1):
-        stems = [source.removesuffix("*").removesuffix(".") for source in sources]
-        names = [
-            {new[len(stem) :]: old for old, new in search.clean_names.items() if new and is_at(new, stem)}
-            for stem in stems
-        ]
-        first, *others = ({rest: search.rules.tensors[name] for rest, name in each.items()} for each in names)
-        copies += [
-            n for each, other in zip(names[1:], others, strict=True) if are_copies(first, other) for n in each.values()
-        ]
-    return copies
+def _copies(search: AlignmentSearch, found: Alignment) -> Iterator[str]:
+    """Yield the names of tensors that one place of the model may take, and that are copies of others that may."""
+    clean, tensors = search.clean_names.items(), search.rules.tensors
+    for sources, targets in found.ambiguous:
+        names = [{new[len(s.rstrip(".*")) :]: old for old, new in clean if new and is_at(new, s)} for s in sources]
+        first, *others = ({rest: tensors[old] for rest, old in each.items()} for each in names)
+        for each, other in zip(names[1:], others, strict=True):
+            if len(targets) == 1 and are_copies(first, other):
+                yield from each.values()
 
 
 class AlignmentSearch:

@@ -171,19 +171,17 @@ class Proposals:
         sides = self.sources, self.targets
         for is_split, (wholes, others) in ((True, sides), (False, sides[::-1])):
             for whole, sets, is_said in _wholes(wholes, others):
-                there, lacks = list_names(filter(others.__contains__, sets[0])), not {*sets[0]} <= others.keys()
+                there, how = list_names(filter(others.__contains__, sets[0])), "a split" if is_split else "a fusion"
+                lacks = "" if {*sets[0]} <= others.keys() else f" and what the {'model' if is_split else 'file'} lacks"
                 if lacks and not is_split:
-                    return (
-                        f"{whole} takes {there}, and a part that the file lacks: join them, with zeros for that, by "
-                        f"load_weights(model, {{**weights, {whole!r}: torch.cat([...])}})"
-                    )
+                    values = f"{{**weights, {whole!r}: torch.cat([...])}}"
+                    return f"{whole} may be {there}{lacks} in one: load_weights(model, {values}), with zeros for that"
                 if rules := [rule for parts in sets for rule in self._for_parts(whole, parts, is_split)]:
                     order = "as its name says" if is_said else "but nothing says that it is this one"
+                    order += "".join(f", or it is {rule}" for rule in rules[1:3])
                     return (
-                        f"{whole} may be {there}{' and what the model lacks' * lacks} in one: rules=[{rules[0]!r}] "
-                        f"takes it so, by a {'split' if is_split else 'fusion'} in this order, {order}"
-                        f"{''.join(f', or it is {rule}' for rule in rules[1:3])}. Compare outputs with "
-                        "max_output_difference after that: some projects keep parts head by head"
+                        f"{whole} may be {there}{lacks} in one: rules=[{rules[0]!r}] takes it so, by {how} in this "
+                        f"order, {order}. Compare outputs with max_output_difference: some projects fuse head by head"
                     )
         return ""
 
@@ -195,16 +193,16 @@ class Proposals:
         both = [re.sub("(?<=[._])(weight|bias)$", "*", name) for name in wide]
         has_both = {re.sub("(weight|bias)$", leaf, whole) for leaf in ("weight", "bias")} <= shapes.keys()
         rules: list[dict[str, Any]] = []
-        for transpose, dim in ((False, 0), (True, 0), (True, -1), (False, -1)):
+        for turned, dim in ((False, 0), (True, 0), (True, -1), (False, -1)):
             sizes = [shapes.get(part, rest)[dim] for part in parts]
-            how = {"transpose": transpose, "dim": dim, "sizes": sizes if is_split and len({*sizes}) > 1 else None}
-            how = {name: value for name, value in how.items() if value}
+            how = {"transpose": turned, "dim": dim, "sizes": sizes if is_split and len({*sizes}) > 1 else None}
             for one, *others in (*[both][:has_both], wide, (whole, *parts)):
-                rule = {"from": one, "to": others, **how} if is_split else {"from": others, "to": one, **how}
+                ends = {"from": one, "to": others} if is_split else {"from": others, "to": one}
+                rule = ends | {name: value for name, value in how.items() if value}
                 if one.count("*") <= MAX_REPEATS and self._fits(rule, may_add=not {*parts} <= shapes.keys()):
                     rules.append(rule)
                     break
-            if rules and not (transpose or dim):
+            if rules and not turned:
                 break  # sizes alone do not show that a tensor is the other way round
         return rules
 
@@ -314,18 +312,19 @@ def _parts_said(whole: str, parts: Sequence[str]) -> list[str]:
     """
     name = _divided(whole)[1].lower()
     letters = re.search(r"(?<![a-z])w?([qkv]{2,3})(?![a-z])", name)
-    numbers = re.fullmatch(r"(.*?)_?([1-9])([1-9])", name)
     said = [_ROLES[letter] for letter in letters[1]] if letters else name.split("_")
-    said = [f"{numbers[1]}{numbers[2]}", f"{numbers[1]}{numbers[3]}"] if numbers else said
+    if numbers := re.fullmatch(r"(.*?)_?([1-9])([1-9])", name):
+        said = [numbers[1] + numbers[2], numbers[1] + numbers[3]]
     words = {part: words_of(_divided(part)[1]) for part in parts}
     common = frozenset.intersection(*words.values()) if len(parts) > 1 else frozenset()
-    found = [[part for part in parts if word in words[part] - common and "norm" not in words[part]] for word in said]
+    found = [
+        [part for part in parts if word in words[part] - common and "norm" not in words[part]]
+        or [f"{whole}_{word}"] * bool(letters)
+        for word in said
+    ]
     named = [part for each in found for part in each]
-    if max(map(len, found)) > 1 or len({*named}) < len(named):
-        return []
-    if letters and len(named) == len(said) - 1:
-        return [part for each, word in zip(found, said, strict=True) for part in each or [f"{whole}_{word}"]]
-    return named if len(named) > 1 else []
+    is_clear = max(map(len, found)) == 1 and len({*named}) == len(named) > 1 and len({*named} - {*parts}) < 2
+    return named if is_clear else []
 
 
 def _in_common(source: str, target: str) -> tuple[int, int]:
