@@ -170,41 +170,47 @@ class Proposals:
         """Return the sentence about a tensor that has the size of several of the other side, with rules; or nothing."""
         sides = self.sources, self.targets
         for is_split, (wholes, others) in ((True, sides), (False, sides[::-1])):
-            for whole, sets, is_said in _wholes(wholes, others):
+            for whole, sets, is_said in islice(_wholes(wholes, others), 8 * _MOST_TRIED):
                 there, how = list_names(filter(others.__contains__, sets[0])), "a split" if is_split else "a fusion"
                 lacks = "" if {*sets[0]} <= others.keys() else f" and what the {'model' if is_split else 'file'} lacks"
                 if lacks and not is_split:
                     values = f"{{**weights, {whole!r}: torch.cat([...])}}"
                     return f"{whole} may be {there}{lacks} in one: load_weights(model, {values}), with zeros for that"
-                if rules := [rule for parts in sets for rule in self._for_parts(whole, parts, is_split)]:
+                rules = (rule for parts in sets[:_MOST_TRIED] for rule in self._for_parts(whole, parts, is_split))
+                if first := next(rules, None):
                     order = "as its name says" if is_said else "but nothing says that it is this one"
-                    order += "".join(f", or it is {rule}" for rule in rules[1:3])
+                    order += "".join(f", or it is {rule}" for rule in islice(rules, 2))
                     return (
-                        f"{whole} may be {there}{lacks} in one: rules=[{rules[0]!r}] takes it so, by {how} in this "
+                        f"{whole} may be {there}{lacks} in one: rules=[{first!r}] takes it so, by {how} in this "
                         f"order, {order}. Compare outputs with max_output_difference: some projects fuse head by head"
                     )
         return ""
 
     def _for_parts(self, whole: str, parts: Sequence[str], is_split: bool) -> list[dict[str, Any]]:
         """Return the rules that split or fuse tensors, for all blocks of a list and for biases where they fit these."""
-        shapes = {**self.sources, **self.targets}
+        names, sides = (whole, *parts), (self.sources, self.targets)
+        few = Proposals(*({name: side[name] for name in names if name in side} for side in sides))
+        shapes, may_add = {**few.sources, **few.targets}, not {*parts} <= {*few.sources, *few.targets}
         rest = (shapes[whole][0] - sum(shapes[part][0] for part in parts if part in shapes),)
-        wide = [LIST_NUMBER.sub("*", name) for name in (whole, *parts)]
+        wide = [LIST_NUMBER.sub("*", name) for name in names]
         both = [re.sub("(?<=[._])(weight|bias)$", "*", name) for name in wide]
-        has_both = {re.sub("(weight|bias)$", leaf, whole) for leaf in ("weight", "bias")} <= shapes.keys()
-        rules: list[dict[str, Any]] = []
+        leaves = {re.sub("(weight|bias)$", leaf, whole) for leaf in ("weight", "bias")}
+        made: list[dict[str, Any]] = []
         for turned, dim in ((False, 0), (True, 0), (True, -1), (False, -1)):
             sizes = [shapes.get(part, rest)[dim] for part in parts]
             how = {"transpose": turned, "dim": dim, "sizes": sizes if is_split and len({*sizes}) > 1 else None}
-            for one, *others in (*[both][:has_both], wide, (whole, *parts)):
-                ends = {"from": one, "to": others} if is_split else {"from": others, "to": one}
-                rule = ends | {name: value for name, value in how.items() if value}
-                if one.count("*") <= MAX_REPEATS and self._fits(rule, may_add=not {*parts} <= shapes.keys()):
-                    rules.append(rule)
-                    break
-            if rules and not turned:
+            more = {name: value for name, value in how.items() if value}
+            # Wide rules are tried on all tensors, of which there may be thousands: only if the narrow one fits
+            rules = [
+                {"from": one, "to": others, **more} if is_split else {"from": others, "to": one, **more}
+                for one, *others in (names, wide, *[both][: leaves <= sides[not is_split].keys()])
+                if one.count("*") <= MAX_REPEATS
+            ]
+            if few._fits(rules[0], may_add):
+                made.append(next((rule for rule in rules[:0:-1] if self._fits(rule, may_add)), rules[0]))
+            if made and not turned:
                 break  # sizes alone do not show that a tensor is the other way round
-        return rules
+        return made
 
     def backwards(self, rule: Proposal | None) -> str:
         """Return the sentence about a list that is counted from the other end, which no star says; or nothing."""
@@ -289,7 +295,7 @@ def _wholes(wholes: Mapping[str, Shape], others: Mapping[str, Shape]) -> Iterato
     for name, shape in others.items():
         parent, _, leaf = _divided(name)
         alike[(len(shape), leaf, *LIST_NUMBER.findall(parent))].append(name)
-    for whole, shape in wholes.items():
+    for whole, shape in islice(wholes.items(), 128 * _MOST_TRIED):
         parent, layer, leaf = _divided(whole)
         names = alike.get((len(shape) or None, leaf, *LIST_NUMBER.findall(parent)), [])[: 8 * _MOST_TRIED]
         beside = [name for name in names if _divided(name)[0] in (parent, f"{parent}.{layer}".lstrip("."))]
