@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Callable
 from typing import Any
 
 from lightning_tricks.checkpoint_remapping import CheckpointError, align, remap_keys
@@ -12,6 +13,8 @@ from tests.checkpoint_remapping.models import module_of
 from tests.checkpoint_remapping.perturbations import Architecture, File
 
 RIGHT, WRONG, LOOPS, STUCK = ENDS = ("right", "WRONG", "loops", "stuck")
+WARNED = "wrong, warned"  # somebody who takes all as it stands, and whom a line warned
+_WARNINGS = re.compile(r"may be wrong|it is ambiguous|if one of them is another's|compare outputs", re.IGNORECASE)
 MOST_STEPS = 60
 _ARGUMENT = re.compile(
     r"(rules|accept|allow_missing|allow_unexpected|allow_mismatched)=(\[.*?\])"
@@ -45,6 +48,30 @@ def follow(model: Architecture, file: File) -> tuple[str, int, str]:
         for name, values in taken:
             given[name] = [*given.get(name, []), *values]
     return STUCK, MOST_STEPS, message
+
+
+def follow_blindly(model: Architecture, file: File) -> str:
+    """Take the first advice of each error as it stands, without a look; return how it ended."""
+    module, tensors = module_of(model.tensors), file.tensors(model)
+    plan, is_warned = load_blindly(lambda **given: plan_loading(module, tensors, **given))
+    end = _verdict(model, file, plan.report) if plan else STUCK
+    return WARNED if end == WRONG and is_warned else end
+
+
+def load_blindly(load: Callable[..., Any]) -> tuple[Any, bool]:
+    """Return what loads with the first `rules` or `accept` of each error as it stands, and whether each line warned."""
+    given: dict[str, list[Any]] = {}
+    is_warned = True
+    for _ in range(MOST_STEPS):
+        try:
+            return load(**given), is_warned and bool(given)
+        except CheckpointError as error:
+            advice = [(name, value) for name, value in _ARGUMENT.findall(str(error)) if name in ("rules", "accept")]
+            if not advice or advice[0] in [(name, str(values[-1:])) for name, values in given.items()]:
+                break
+            is_warned &= bool(_WARNINGS.search(str(error)))
+            given[advice[0][0]] = [*given.get(advice[0][0], []), *ast.literal_eval(advice[0][1])]
+    return None, is_warned
 
 
 def _verdict(model: Architecture, file: File, report: LoadReport) -> str:

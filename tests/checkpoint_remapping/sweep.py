@@ -29,7 +29,7 @@ import transformers
 
 from lightning_tricks.checkpoint_remapping import Alignment, AmbiguousAlignmentError, align
 from lightning_tricks.checkpoint_remapping.core.matching.matches import Match
-from tests.checkpoint_remapping.advice import ENDS, LOOPS, MOST_STEPS, STUCK, follow
+from tests.checkpoint_remapping.advice import ENDS, LOOPS, MOST_STEPS, STUCK, WARNED, follow, follow_blindly
 from tests.checkpoint_remapping.architectures import NotBuiltError, architectures
 from tests.checkpoint_remapping.perturbations import PERTURBATIONS, Architecture, File, perturbed, shuffled
 
@@ -148,6 +148,7 @@ def examine(name: str, follow_every: int | None = 1) -> Record:
         "cases": {},
         "accepted": {},
         "followed": {},
+        "blind": {},
     }
     if model.structure in _SEEN:
         return record
@@ -165,6 +166,7 @@ def examine(name: str, follow_every: int | None = 1) -> Record:
             end = ends["cases"][0]
             if end == REFUSED and follow_every and _is_followed(f"{model.structure}: {perturbation}", follow_every):
                 record["followed"][perturbation] = follow(model, file)[:2]
+                record["blind"][perturbation] = (follow_blindly(model, file),)
     return record | {"examined": True}
 
 
@@ -234,6 +236,13 @@ def _followed(records: list[Record]) -> Iterator[str]:
             share = 100 * (counts[STUCK] + counts[LOOPS]) / counts.total()
             files = refused.total() if row == "all" else refused[row]
             yield f"| {row} | {files} | {counts.total()} | {numbers} | {share:.1f} % |"
+    blind = Counter(end for record in records for (end,) in record["blind"].values())
+    yield ""
+    yield (
+        f"Somebody who takes the first rule or `accept` of each message as it stands: {blind[RIGHT]} right, "
+        f"{blind[WARNED]} wrong by a line that said that it may be, {blind[WRONG]} wrong without such a line, "
+        f"{blind[STUCK]} refused to the end."
+    )
 
 
 def _wrong(cases: list[tuple[str, str, list[Any]]]) -> Iterator[str]:
@@ -294,7 +303,9 @@ def main() -> None:
     sample = f"A sample: `--limit {arguments.limit}`, evenly spread over the names." if arguments.limit else ""
     if arguments.result:
         arguments.result.write_text(as_tables(records, sample))
-    ends = [end for record in records for part in ("cases", "followed") for end in record.get(part, {}).values()]
+    ends = [
+        end for record in records for part in ("cases", "followed", "blind") for end in record.get(part, {}).values()
+    ]
     wrong = sum(end[0] in (WRONG, LOOPS) for end in ends)
     sys.stdout.write(f"{len(names)} models: {wrong} files wrong\n")
     sys.exit(wrong > 0)

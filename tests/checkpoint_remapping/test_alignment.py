@@ -520,7 +520,9 @@ def test_words_settle_it():
 @pytest.mark.parametrize("name", ["student", "teacher"])
 def test_student_and_teacher_are_not_chosen_between(name):
     net = models.resnet18()
-    both = {f"{part}.{n}": t for part in ("student", "teacher") for n, t in net.state_dict().items()}
+    both = {
+        f"{part}.{n}": t + (part == "teacher") for part in ("student", "teacher") for n, t in net.state_dict().items()
+    }
     with pytest.raises(AmbiguousAlignmentError, match=r"student\.\*, teacher\.\* in the checkpoint is which of \*"):
         load_weights(models.resnet18(), both)
     report = load_weights(
@@ -531,6 +533,22 @@ def test_student_and_teacher_are_not_chosen_between(name):
     with pytest.raises(AmbiguousAlignmentError, match=r"online\.\*, target\.\* in the model.*submodule="):
         load_weights(pair, net.state_dict())
     assert load_weights(pair, net.state_dict(), submodule="target").loaded == 122
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+@cases("query, key", ("q_norm", "k_norm"), ("query_norm", "key_norm"), ("query_layernorm", "key_layernorm"))
+def test_a_norm_of_the_query_is_not_taken_for_the_query(query, key, is_fused):
+    def block(fused, *norms):
+        parts = {"qkv_proj": 32} if fused else {"q_proj": 16, "k_proj": 8, "v_proj": 8}
+        layers = {name: nn.Linear(16, size, bias=False) for name, size in parts.items()}
+        attention = nn.ModuleDict({**layers, **{name: nn.LayerNorm(4) for name in norms}})
+        return nn.ModuleDict({"norm": nn.LayerNorm(16), "attn": attention, "mlp": nn.Linear(16, 16)})
+
+    sides = (not is_fused, query, key), (is_fused, "q_norm", "k_norm")
+    source, target = (randomized(nn.Sequential(*(block(*side) for _ in range(3)))) for side in sides)
+    assert load_weights(target, source.state_dict()).missing == []
+    one, other = ([t for n, t in net[1]["attn"].state_dict().items() if "proj" in n] for net in (source, target))
+    assert torch.equal(torch.cat(one), torch.cat(other))
 
 
 @cases("interleaved, plain", ("attn.query_key_value", "attn.qkv"), ("attention.wq", "self_attn.q_proj"))

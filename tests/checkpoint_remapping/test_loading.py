@@ -261,7 +261,7 @@ def _wrong_ways(state):
         "TensorFlow": {f"{name.replace('.', '/')}/kernel": tensor for name, tensor in state.items()},
         "codes": quantized | {f"{name}_scale": torch.ones(()) for name, t in state.items() if t.dim() == 2},
         "LoRA": state | {name.replace("weight", "lora_A.default.weight"): tensor for name, tensor in state.items()},
-        "several sets": {f"group_{i}_of_weights": state for i in range(300)},
+        "several sets": {f"group_{i}": state | {names[0]: state[names[0]] + i} for i in range(300)},
         "rules to nothing": (state, [(name, f"nothing.{name}") for name in names]),
         "rules of nothing": (state, [(f"nothing.{name}", names[0]) for name in names]),
         "rules to one": (state, [dict.fromkeys(names[:200], names[0])]),
@@ -319,7 +319,83 @@ def test_weight_norm_becomes_what_the_model_has(prefix):
             with pytest.raises(CheckpointError) if not is_plain else contextlib.nullcontext() as error:
                 load_weights(target, _normed(lambda layer, dim=0: layer).state_dict())
             if not is_plain:
-                assert "The model has weight norm, and the file has none" in str(error.value)
+                assert "The model computes weights from others" in str(error.value)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+@pytest.mark.parametrize("kind", ["spectral_norm", "orthogonal", "weight_norm", "old_spectral_norm", "pruned"])
+def test_weights_that_one_side_computes_are_named_and_not_taken_for_plain_ones(kind):
+    new, old = nn.utils.parametrizations, nn.utils.spectral_norm
+    how = {"old_spectral_norm": old, "pruned": lambda layer: nn.utils.prune.l1_unstructured(layer, "weight", 0.3)}
+    made = nn.Sequential(how.get(kind, getattr(new, kind, None))(nn.Linear(4, 6)), nn.Linear(6, 2))
+    plain = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    for net, file, side in ((made, plain, "model"), (plain, made, "file")):
+        if (kind, side) == ("weight_norm", "file"):
+            continue  # which is computed
+        with pytest.raises(CheckpointError, match=rf"The {side} computes weights from others, such as 0\.") as error:
+            load_weights(net, file.state_dict())
+        assert "rules=" not in str(error.value)
+
+
+@cases(
+    "beside, is_refused",
+    ({"scales": {"2.weight": torch.tensor(0.01)}}, True),
+    ({"scales": {"2.weight": 0.01}}, True),
+    ({"scales": {"module.2": 0.01}}, True),
+    ({"quantization": {"layers": {"2.weight_scale": torch.ones(5, 1)}}}, True),
+    ({"ema": {"2.weight": torch.ones(5, 16), "2.weight_updates": torch.tensor(3)}}, False),
+    ({"optimizer": {"state": {"2.weight": {"step": 3}}}, "epoch": 3}, False),
+)
+@pytest.mark.parametrize("source", ["dict", "w.pt"])
+def test_codes_whose_scales_lie_in_another_dict_are_refused(beside, is_refused, source):
+    state = {"2.weight": torch.ones(5, 16).to(torch.float8_e4m3fn), "2.bias": torch.zeros(5)}
+    file = {"state_dict": {f"module.{name}": tensor for name, tensor in state.items()}, **beside}
+    torch.save(file, "w.pt")
+    net = nn.Sequential(nn.ReLU(), nn.Flatten(), nn.Linear(16, 5))
+    refused = pytest.raises(CheckpointError, match="It holds codes of quantized weights") if is_refused else None
+    with refused or contextlib.nullcontext():
+        load_weights(net, file if source == "dict" else source, key="state_dict")
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("prefix", ["", "module."])
+@pytest.mark.parametrize("make", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+def test_a_sparse_weight_is_not_missing(make, prefix):
+    net = nn.Linear(2, 2)
+    file = {f"{prefix}weight": make(torch.eye(2)), f"{prefix}bias": torch.zeros(2)}
+    torch.save({"state_dict": file, "epoch": 3}, "w.pt")
+    words = (
+        rf"state_dict.{prefix}weight is made by torch._utils._rebuild_sparse\w*tensor, which is not read: save a plain"
+    )
+    with pytest.raises(CheckpointError, match=words) as error:
+        load_weights(net, "w.pt")
+    assert "allow_missing" not in str(error.value)
+    assert "which is not read" in load_weights(net, "w.pt", allow_missing="weight").diagnosis
+    with pytest.raises(CheckpointError, match="make both dense"):
+        load_weights(net, file)
+    net.weight = nn.Parameter(make(torch.eye(2)))
+    with pytest.raises(CheckpointError, match="make both dense"):
+        load_weights(net, nn.Linear(2, 2).state_dict())
+
+
+@pytest.mark.parametrize("change", [0, 1])
+def test_copies_of_equal_values_are_one_and_no_question(change):
+    state = small().state_dict()
+    two = {"student": state, "teacher": {name: tensor + change for name, tensor in state.items()}}
+    for both in (two, {f"{part}.{name}": tensor for part, side in two.items() for name, tensor in side.items()}):
+        target = small()
+        words = r"several sets of weights|it is ambiguous which of student.\*, teacher.\*"
+        with pytest.raises(CheckpointError, match=words) if change else contextlib.nullcontext():
+            load_weights(target, both)
+        assert unchanged(target, state) == (not change)
+
+
+def test_a_tensor_with_an_empty_name_is_refused_in_words():
+    file = {**small().state_dict(), "": torch.ones(1)}
+    torch.save(file, "w.pt")
+    for source in (file, "w.pt"):
+        with pytest.raises(NotACheckpointError, match="a checkpoint with a tensor whose name no layer has, ''"):
+            load_weights(small(), source)
 
 
 @pytest.mark.parametrize("name", ["0.weight", "1.running_mean"])

@@ -3,7 +3,7 @@
 import ast
 import contextlib
 import re
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -360,3 +360,92 @@ def test_a_rule_for_a_layer_speaks_for_its_block():
         load_weights(net, state, rules=rules)
     load_weights(net, state, rules=[*rules, *((f"gada.{3 - i}.zaba", f"layers.{i}.norm") for i in range(4))])
     assert unchanged(net, wanted)
+
+
+_ATTENTION = {
+    "q.weight": (16, 16),
+    "k.weight": (8, 16),
+    "v.weight": (8, 16),
+    "q.bias": (16,),
+    "k.bias": (8,),
+    "v.bias": (8,),
+}
+_GATED = {"gate_proj.weight": (24, 16), "up_proj.weight": (24, 16)}
+_NAME, _NOTHING = "as its name says", "but nothing says"
+
+
+def _turned(parts):
+    return torch.cat([tensor.T if tensor.dim() > 1 else tensor for tensor in parts], -1)
+
+
+@pytest.mark.parametrize("is_join", [False, True])
+@cases(
+    "parts, order, whole, join, said",
+    (_ATTENTION, "kqv", "kqv", torch.cat, _NAME),
+    (_ATTENTION, "vk", "vk_proj", torch.cat, _NAME),
+    (_ATTENTION, "qkv", "W_pack", torch.cat, _NOTHING),
+    (_ATTENTION, "kqv", "kqv", _turned, _NAME),
+    (_GATED, ["gate_proj", "up_proj"], "gate_up_proj", torch.cat, _NAME),
+    (_GATED, ["up_proj", "gate_proj"], "up_gate", torch.cat, _NAME),
+    (_GATED, ["gate_proj", "up_proj"], "w12", torch.cat, _NOTHING),
+    ({"w1.weight": (4, 8), "w3.weight": (4, 8)}, ["w1", "w3"], "w13", torch.cat, _NAME),
+    ({f"fc.{i}.bias": (4,) for i in range(3)}, ["fc.0", "fc.1", "fc.2"], "fc", torch.cat, _NOTHING),
+)
+def test_a_tensor_of_the_size_of_missing_ones_gets_the_rule_that_splits_or_joins_them(
+    parts, order, whole, join, said, is_join
+):
+    separate = {f"layers.{i}.{part}": torch.randn(size) for i in range(2) for part, size in parts.items()}
+    joined = {**separate, "head.weight": torch.randn(5, 16)}
+    separate["head.weight"] = joined["head.weight"]
+    for block, leaf in product(("layers.0", "layers.1"), ("weight", "bias")):
+        if found := [joined.pop(name) for part in order if (name := f"{block}.{part}.{leaf}") in joined]:
+            joined[f"{block}.{whole}.{leaf}"] = join(found)
+    file, wanted = (separate, joined) if is_join else (joined, separate)
+    net, rules = module_of({name: torch.zeros_like(tensor) for name, tensor in wanted.items()}), []
+    for _ in range(2 * len(parts)):
+        with contextlib.suppress(CheckpointError):
+            load_weights(net, file, rules=rules)
+            break
+        with pytest.raises(CheckpointError, match=f"{said}.*Compare outputs with max_output_difference") as error:
+            load_weights(net, file, rules=rules)
+        rules += ast.literal_eval(re.search(r"rules=(\[.*?\]) takes", str(error.value))[1])
+    assert unchanged(net, wanted)
+
+
+def test_a_fused_bias_without_that_of_the_key_gets_the_rule_that_leaves_it_or_the_sentence_that_adds_it():
+    separate = {"q.bias": torch.randn(6), "v.bias": torch.randn(4), "k.weight": torch.randn(4, 3)}
+    fused = torch.cat([separate["q.bias"], torch.zeros(4), separate["v.bias"]])
+    joined = {"qkv.bias": fused, "k.weight": separate["k.weight"]}
+    net = module_of({name: torch.zeros_like(tensor) for name, tensor in separate.items()})
+    with pytest.raises(CheckpointError, match=r"q.bias, v.bias and what the model lacks in one") as error:
+        load_weights(net, joined)
+    rules = ast.literal_eval(re.search(r"rules=(\[.*?\]) takes", str(error.value))[1])
+    load_weights(net, joined, rules=rules, allow_unexpected="qkv.bias_key")
+    assert unchanged(net, separate)
+    with pytest.raises(CheckpointError, match=r"and what the file lacks in one: .*'qkv.bias': torch.cat.*, with zeros"):
+        load_weights(module_of({name: torch.zeros_like(tensor) for name, tensor in joined.items()}), separate)
+
+
+@cases("names", ["a", "b", "c", "d"], ["one", "two", "three", "four"])
+def test_where_several_sets_of_missing_tensors_fit_all_are_said(names):
+    net = nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in names})
+    with pytest.raises(
+        CheckpointError, match=r"but nothing says that it is this one, or it is \{'from': 'pack"
+    ) as error:
+        load_weights(net, {"pack.weight": torch.randn(8, 4), f"{names[3]}.weight": torch.randn(4, 4)})
+    assert str(error.value).count("'to'") == 3
+
+
+def test_a_list_that_may_be_counted_from_the_other_end_gets_the_lines_that_reverse_it():
+    def net(trunk, behind):
+        blocks = [nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32), nn.Linear(32, 8)) for _ in range(6)]
+        rest = [nn.ModuleDict({"conv": nn.Conv2d(8, 8, 3), "bn": nn.BatchNorm2d(8)}) for _ in range(4)]
+        return randomized(nn.ModuleDict({trunk: nn.ModuleList(blocks), behind: nn.ModuleList(rest)}))
+
+    source, target = net("blocks", "decoder"), net("trunk", "up")
+    with pytest.raises(AmbiguousAlignmentError, match="if they count from opposite ends") as error:
+        load_weights(target, source.state_dict())
+    rules = re.search(r"opposite ends, rules=(\[\{.*?\}\])", " ".join(str(error.value).split()))[1]
+    load_weights(target, source.state_dict(), rules=ast.literal_eval(rules))
+    for name, tensor in source.decoder.state_dict().items():
+        assert torch.equal(target.up.state_dict()[f"{3 - int(name[0])}{name[1:]}"], tensor)

@@ -39,7 +39,9 @@ def test_each_tensor_is_in_its_place_or_refused(each):
 
 def test_what_a_refusal_proposes_leads_to_the_right_end(monkeypatch):
     monkeypatch.setattr("tests.checkpoint_remapping.sweep._SEEN", set())
-    ends = Counter(end for name in FOLLOWED for end, _ in examine(name)["followed"].values())
+    records = [examine(name) for name in FOLLOWED]
+    ends = Counter(end for record in records for end, _ in record["followed"].values())
+    assert WRONG not in {end for record in records for (end,) in record["blind"].values()}
     assert ends[WRONG] == ends[LOOPS] == 0, ends
     assert ends.total() > 10
     assert ends[STUCK] <= 0.15 * ends.total(), ends

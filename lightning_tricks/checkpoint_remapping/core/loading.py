@@ -204,17 +204,21 @@ class LoadPlan:
         extra = {name: value for name, value in checkpoint.state_dict.items() if name.endswith("_extra_state")}
         extra = {new: extra[old] for old, new in strip_wrappers(extra).items() if new is not None}
         tensors, normed = other_forms.normed_as_in(tensors, self.model_tensors)
-        self._lacks_norm = bool(other_forms.find_normed(self.model_tensors)) and not other_forms.find_normed(tensors)
+        self._unread = [
+            f"{place.location} is made by {place.name}, which is not read: save a plain tensor (tensor.to_dense())"
+            for place in checkpoint.placeholders
+            if place.location.startswith(checkpoint.key) and re.match("torch.*(_rebuild_|Tensor)", place.name)
+        ]
         self.rules = apply_rules(tensors, rules, self.model_tensors)
         self.alignment, self.loaded, self._aliases, notes = find_tensors(
             self.model_tensors, self.rules, patterns.get("allow_unexpected", ()), patterns.get("accept", ())
         )
         names = self.alignment.clean_names_in_file
         file = {name: self.rules.tensors[self.alignment.name_in_file(name)] for name in names}
-        codes = other_forms.find_codes(self.alignment, file, self.model_tensors)
+        codes = other_forms.find_codes(self.alignment, file, self.model_tensors, checkpoint.metadata)
         self._codes = other_forms.describe_codes(codes, file) if codes else ""
         self._leave_out_other_kinds()
-        self._notes = [*adapters, *normed, *notes]
+        self._notes = [*adapters, *normed, *notes, *self._unread[:1]]
         widened = [name for name in self.loaded if other_forms.is_widened(self.loaded[name], self.model_tensors[name])]
         if widened:
             self._notes.append(f"{list_names(widened)} have 8 bits in the file, and are loaded with that precision")
@@ -304,11 +308,9 @@ class LoadPlan:
         missing = [name for name in found.lacking if not self._is_matched("allow_missing", name)]
         unexpected = [name for name in found.unexpected if not self._is_matched("allow_unexpected", name)]
         reason = self._codes if self._loads_codes or wrong or missing or unexpected else ""
-        if missing and self._lacks_norm:
-            reason = (
-                "The model has weight norm, and the file has none: load it into the model without weight norm "
-                "(remove_weight_norm, or remove_parametrizations), and apply weight_norm after that."
-            )
+        if missing:
+            reason = other_forms.describe_computed(unexpected, missing) or reason
+            reason = f"{self._unread[0]}." if self._unread else reason
         if reason:
             raise CheckpointError(f"{self.source} does not fit {model}, which was not modified. {reason}")
         if ambiguous_cases(found, missing):
@@ -333,18 +335,21 @@ class LoadPlan:
             *_problem("missing in the file", {name: name for name in missing}, "allow_missing", in_model),
             *_problem("left over in the file", {name: name for name in unexpected}, "allow_unexpected", in_file),
         ]
-        rule = found.proposals.for_the_rest() if missing or wrong else None
-        proposed = [f"if one of them is another's, {in_words(rule)}"] if rule else []
+        parts = found.proposals.for_parts() if missing and self.rules.search else ""
+        rule = found.proposals.for_the_rest() if (missing or wrong) and not parts else None
+        proposed = [f"if one of them is another's, {in_words(rule)}"] if rule else [*filter(None, [parts])]
         reordered = found.proposals.with_other_orders() if missing else ""
-        problems = [reordered, *proposed, *problems] if reordered else [*problems, *proposed]
+        problems = [*filter(None, [reordered]), *proposed, *problems] if reordered or parts else [*problems, *proposed]
         if not self.loaded:
-            others = "; ".join(proposed or problems[:1]) if wrong or rule else ""
+            others = "; ".join(proposed or problems[:1]) if wrong or proposed else ""
             others = f" {others[:1].upper()}{others[1:]}." if others else ""
             raise NothingLoadedError(f"No tensor of {self.source} fits {model}: {found.diagnosis}{others}")
         if problems:
             remedy = ""
             if any(".lora_" in f".{name}" for name in unexpected):
                 remedy = "The file has LoRA weights: call add_lora(model) first, as in training. "
+            if any("(torch.sparse" in kind for m in wrong for kind in m.kinds or ()):
+                remedy += "A sparse tensor and a dense one do not fit: make both dense (tensor.to_dense()). "
             raise CheckpointError(
                 f"{self.source} does not fit {model}, which was not modified. {remedy}{'; '.join(problems)}. "
                 f"{len(self.loaded)} of {found.total} tensors would load: {found.diagnosis}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -79,24 +79,54 @@ def normed_as_in(
     return rest | made, [] if wanted else [f"{len(given)} tensors were computed from the file's weight norm"]
 
 
+# Weights that are computed of other tensors: weight norm, spectral norm, other parametrizations, pruning
+
+_BESIDE = {"orig": ("u", "mask"), "v": ("g",)}  # how names end, and those beside them, if weights are computed
+
+
+def describe_computed(file: Collection[str], model: Collection[str]) -> str:
+    """Return the sentence about weights that either side computes from tensors without a match; empty if neither does.
+
+    Args:
+        file: Names of the file without a match.
+        model: Names of the model without one.
+    """
+    sides = (
+        (file, "The file", "the model with that, as when it was saved, and then remove it"),
+        (model, "The model", "it without that, and apply it afterwards"),
+    )
+    for names, holder, how in sides:
+        for name in names:
+            stem, _, kind = name.rpartition("_")
+            if "parametrizations." in name or not {f"{stem}_{end}" for end in _BESIDE.get(kind, ())}.isdisjoint(names):
+                return (
+                    f"{holder} computes weights from others, such as {name} (weight norm, spectral norm, another "
+                    f"parametrization, pruning), and the other side does not: load the file into {how} "
+                    "(remove_parametrizations, remove_weight_norm, remove_spectral_norm or prune.remove)."
+                )
+    return ""
+
+
 # Files of quantized weights: which of their tensors are codes, and not the numbers that a model computes with
 
+_DEEPEST_SCALES = 3  # dicts inside each other in which scales are searched for
 _OF_LAYERS = ("weight", "bias")  # what a layer of torch has itself, and no scale
 
 
 def find_codes(
-    found: Alignment, file: Mapping[str, torch.Tensor], model: Mapping[str, torch.Tensor]
+    found: Alignment, file: Mapping[str, torch.Tensor], model: Mapping[str, torch.Tensor], metadata: Mapping[Any, Any]
 ) -> dict[str, list[str]]:
     """Return the codes of a file by name, each with what is left over beside it, such as its scale.
 
     Codes are matrices of whole numbers or of 8 bits that stand where the model has, or lacks, a matrix of wider
-    numbers, and beside which the file has tensors that the model does not have. A file of numbers of 8 bits with
-    nothing beside them holds weights.
+    numbers, and beside which the file has tensors that the model does not have, or an entry of another dict. A file of
+    numbers of 8 bits with nothing beside them holds weights.
 
     Args:
         found: What was matched.
         file: The tensors of the file, by the names that the alignment has for them.
         model: The model's tensors.
+        metadata: What the file has beside its weights.
     """
     targets = {source: match.targets[0] for match in found.matches for source in match.ruled}
     targets |= {mismatch.source: mismatch.target for mismatch in found.mismatched}
@@ -117,9 +147,21 @@ def find_codes(
         else:
             has_place = layer in endings or not lacking.isdisjoint(_endings(layer))
         others = [other for other in (*beside[f"{layer}."], *beside[name]) if other != name]
-        if has_place and others:
+        if has_place and (others := others or [*_entries_for(name, file[name].shape, metadata)]):
             codes[name] = others
     return codes
+
+
+def _entries_for(name: str, shape: torch.Size, values: Mapping[Any, Any], path: str = "") -> Iterator[str]:
+    """Yield the paths of what dicts beside the weights have for a tensor, unless they have another one of its shape."""
+    texts = {key: new or key for key, new in strip_wrappers(key for key in values if isinstance(key, str)).items()}
+    tensors = [values[key].shape for key, text in texts.items() if text == name and hasattr(values[key], "shape")]
+    for key, text in texts.items() if path and shape not in tensors else ():
+        if {name, f"{_layer(name)}."} & {text, f"{text}.", *_places(text)} and text != f"{_layer(name)}.bias":
+            yield path + key
+    for key in texts if path.count(".") < _DEEPEST_SCALES else ():
+        if isinstance(values[key], Mapping) and not re.search("optim", key, re.IGNORECASE):
+            yield from _entries_for(name, shape, values[key], f"{path}{key}.")
 
 
 def describe_codes(codes: Mapping[str, list[str]], file: Mapping[str, torch.Tensor]) -> str:

@@ -14,6 +14,7 @@ import random
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from torch import nn
 from lightning_tricks import load_weights
 from lightning_tricks.checkpoint_remapping import CheckpointError
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import is_computed
+from tests.checkpoint_remapping.advice import WARNED, load_blindly
 from tests.checkpoint_remapping.models import module_of
 
 RIGHT, REFUSED, WRONG = OUTCOMES = ("right", "refused", "WRONG")
@@ -66,8 +68,13 @@ class Case:
         tied = {id(self.own[name]) for name in self.truth if name in self.own}
         self.lacking = [name for name in self.state if name not in self.truth and id(self.own[name]) not in tied]
 
-    def outcome(self, direction: str, seed: int | None, accept: str | tuple[()] = ()) -> tuple[str, str]:
-        """Load in a direction, with the names in the order of the file or in a random one; say how that ended."""
+    def outcome(
+        self, direction: str, seed: int | None, accept: str | tuple[()] = (), blindly: bool = False
+    ) -> tuple[str, str]:
+        """Load in a direction, with the names in the order of the file or in a random one; say how that ended.
+
+        Blindly, the first rule or `accept` of each message is taken as it stands.
+        """
         file, shapes = self.original, self.own
         if direction == DIRECTIONS[1]:
             file, shapes = self.state, self.original
@@ -78,14 +85,17 @@ class Case:
         copies: dict[int, torch.Tensor] = {}
         try:
             tensors = {name: copies.setdefault(id(file[name]), file[name].clone()) for name in names}
-            load_weights(target, tensors, accept=accept)
+            load = partial(load_weights, target, tensors)
+            is_loaded, is_warned = load_blindly(load) if blindly else (load(accept=accept), False)
         except CheckpointError as error:
             return REFUSED, str(error)
+        if not is_loaded:
+            return REFUSED, "no advice, or one that was taken"
         got = target.state_dict() if file is self.original else self._converted(target.state_dict())
         wrong = [
             n for n in self.state if n in self.truth and not torch.equal(got[n].flatten(), self.truth[n].flatten())
         ]
-        return (WRONG if wrong else RIGHT), ", ".join(wrong[:3])
+        return (WARNED if wrong and is_warned else WRONG if wrong else RIGHT), ", ".join(wrong[:3])
 
     def _converted(self, file: State) -> State:
         with contextlib.redirect_stdout(io.StringIO()):

@@ -15,6 +15,7 @@ from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError, N
 from lightning_tricks.checkpoint_remapping.core.files.pickle_values import (
     MAX_NAME_LENGTH,
     Placeholder,
+    are_copies,
     describe_value,
     find_placeholders,
     is_array,
@@ -82,7 +83,6 @@ def checkpoint_of_file(
     key_path, tensors = _find_weights(value, key, budget)
     if not tensors:
         raise NotACheckpointError("a checkpoint with an empty state dict: it holds no weights.")
-    _check_names(tensors)
     tensors = {name: tensor_of(part).to(map_location) if is_array(part) else part for name, part in tensors.items()}
     metadata = {**header, **(_without_weights(value, key_path) if isinstance(value, dict) and key_path else {})}
     return Checkpoint(
@@ -110,15 +110,26 @@ def checkpoint_of_values(values: Mapping[Any, Any], key: str | None) -> Checkpoi
     except CheckpointError as error:
         raise type(error)(f"The dict of weights is {error}") from error
     tensors = {name: tensor_of(value) for name, value in tensors.items()}
-    return Checkpoint(tensors, "nested" if key_path else "state_dict", {}, key=".".join(key_path))
+    beside = _without_weights(dict(values), key_path) if key_path else {}
+    return Checkpoint(tensors, "nested" if key_path else "state_dict", beside, key=".".join(key_path))
 
 
 def _find_weights(value: Any, key: str | None, budget: Budget) -> tuple[KeyPath, dict[str, Any]]:
     """Return the path of keys to the weights, or to those at `key`, and the tensors there.
 
     Raises:
-        CheckpointError: If there are none or several; the message continues "it is".
+        CheckpointError: If there are none or several, or one has a name that no layer has; the message continues
+            "it is".
     """
+    key_path, tensors = _choose_weights(value, key, budget)
+    for name in tensors:
+        # Very long ones, and those with control characters, which act on terminals
+        if not name or len(name) > MAX_NAME_LENGTH or not name.isprintable():
+            raise NotACheckpointError(f"a checkpoint with a tensor whose name no layer has, {describe_value(name)}.")
+    return key_path, tensors
+
+
+def _choose_weights(value: Any, key: str | None, budget: Budget) -> tuple[KeyPath, dict[str, Any]]:
     search = _Search(budget)
     found = dict(search.candidates(value))
     if key is AVERAGE:
@@ -147,7 +158,7 @@ def _find_weights(value: Any, key: str | None, budget: Budget) -> tuple[KeyPath,
     found = {path: tensors for path, tensors in found.items() if not all(map(is_array, tensors.values()))} or found
     if not found:
         raise NotACheckpointError(_describe_other(value))
-    if len(found) > 1:
+    if len(found) > 1 and not are_copies(*found.values()):
         key_paths = _list_key_paths(repr(".".join(path)) for path in found)
         raise CheckpointError(f"a checkpoint with several sets of weights. Choose one with key=: {key_paths}.")
     return next(iter(found.items()))
@@ -155,17 +166,6 @@ def _find_weights(value: Any, key: str | None, budget: Budget) -> tuple[KeyPath,
 
 def _rounds_to(finer: torch.Tensor, value: torch.Tensor | None) -> bool:
     return value is None or torch.equal(finer.to(value), value)
-
-
-def _check_names(tensors: Mapping[str, Any]) -> None:
-    """Refuse names that no model has: very long ones, and those with control characters, which act on terminals.
-
-    Raises:
-        NotACheckpointError: If there is such a name; the message continues "it is".
-    """
-    for name in tensors:
-        if len(name) > MAX_NAME_LENGTH or not name.isprintable():
-            raise NotACheckpointError(f"a checkpoint with a tensor whose name no layer has, {describe_value(name)}.")
 
 
 def _kind(value: Any, key_path: KeyPath, container: str) -> str:

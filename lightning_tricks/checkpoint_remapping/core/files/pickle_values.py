@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from lightning_tricks._shared.read_budget import Budget
+from lightning_tricks._shared.tensors import is_dense
 from lightning_tricks._shared.text import format_shape
 from lightning_tricks.checkpoint_remapping.core.errors import NotACheckpointError, UnsafeCheckpointError
 
@@ -378,3 +379,14 @@ def tensor_of(value: Any) -> Any:
     if not is_array(value):
         return value
     return torch.from_numpy(np.require(value, value.dtype.newbyteorder("="), ["C", "W"]))
+
+
+def are_copies(*dicts: dict[str, Any]) -> bool:
+    """Whether all have the same names, and under each of them tensors of one type with equal numbers."""
+    return all(_are_equal([tensor_of(each.get(name)) for each in dicts]) for name in set().union(*dicts))
+
+
+def _are_equal(values: list[Any]) -> bool:
+    tensors = [each for each in values if isinstance(each, torch.Tensor) and is_dense(each) and not each.is_meta]
+    alike = len(tensors) == len(values) and len({(each.dtype, each.device) for each in tensors}) == 1
+    return alike and all(torch.equal(tensors[0], each) for each in tensors)

@@ -239,9 +239,10 @@ def describe_ambiguity(alignment: Alignment, missing: Collection[str] | None = N
     # Each try applies a rule to all tensors; one that can be pasted is enough.
     rules = (alignment.proposals.for_layers(*case) for case in cases[:8])
     rule = next((rule for rule in rules if rule), None)
+    how = f": {in_words(rule)}{alignment.proposals.backwards(rule)}" if rule else ""
     return (
         f"it is ambiguous which of {list_names(sources)} in the checkpoint is which of {list_names(targets)} in the "
-        f"model{more}. Say which is which with a rule{f': {in_words(rule)}' if rule else ''}. If a part of the "
+        f"model{more}. Say which is which with a rule{how}. If a part of the "
         "model is meant, give submodule=..."
     )
 
@@ -269,7 +270,8 @@ def describe_suggestions(alignment: Alignment, suggested: Sequence[Match]) -> st
     return (
         f"{count} a likely match, which may be wrong: {suggested[0].reason}. If they are right, "
         f"accept={patterns[:_MOST_SHOWN]} takes them as suggested{more[0]}; if not, correct the rules: "
-        f"rules={rules[:_MOST_SHOWN]} takes them one by one{more[1]}. align(...).report() shows all"
+        f"rules={rules[:_MOST_SHOWN]} takes them one by one{more[1]}"
+        f"{alignment.proposals.backwards(rules[0])}. align(...).report() shows all"
     )
 
 

@@ -13,8 +13,10 @@ import torch
 
 from lightning_tricks._shared.checks import check_path
 from lightning_tricks._shared.patterns import Pattern, parse_patterns
+from lightning_tricks._shared.text import list_names
 from lightning_tricks.checkpoint_remapping.core.errors import AmbiguousAlignmentError
 from lightning_tricks.checkpoint_remapping.core.files.checkpoint import Checkpoint
+from lightning_tricks.checkpoint_remapping.core.files.pickle_values import are_copies
 from lightning_tricks.checkpoint_remapping.core.matching.alignment import Alignment, describe_ambiguity, diagnose
 from lightning_tricks.checkpoint_remapping.core.matching.conversion import find_conversion
 from lightning_tricks.checkpoint_remapping.core.matching.matches import (
@@ -24,6 +26,7 @@ from lightning_tricks.checkpoint_remapping.core.matching.matches import (
     Prefixes,
     Proposals,
     Shape,
+    is_at,
 )
 from lightning_tricks.checkpoint_remapping.core.matching.name_matching import (
     NameMatching,
@@ -141,6 +144,10 @@ def find_tensors(
     target = shapes_of({name: tensor for name, tensor in own.items() if name not in aliases})
     search = AlignmentSearch(target, applied, accept)
     alignment = search.run()
+    if copies := [*_copies(search, alignment)]:
+        kept = {name: tensor for name, tensor in applied.tensors.items() if name not in copies}
+        notes = [*applied.notes, f"{list_names(copies)} have the values of others, and were left out"]
+        return find_tensors(own, replace(applied, tensors=kept, notes=notes), left_over, accept)
     if alignment.lacking and left_over and applied.search:
         clean = {old: new for old, new in search.clean_names.items() if new is not None}
         less = {old: new for old, new in clean.items() if any(pattern.matches(new) for pattern in left_over)}
@@ -193,6 +200,17 @@ def _leave_out_repeated(
         for name in names:
             if name not in kept:
                 del tensors[name]
+
+
+def _copies(search: AlignmentSearch, found: Alignment) -> Iterator[str]:
+    """Yield the names of tensors that one place of the model may take, and that are copies of others that may."""
+    clean, tensors = search.clean_names.items(), search.rules.tensors
+    for sources, targets in found.ambiguous:
+        names = [{new[len(s.rstrip(".*")) :]: old for old, new in clean if new and is_at(new, s)} for s in sources]
+        first, *others = ({rest: tensors[old] for rest, old in each.items()} for each in names)
+        for each, other in zip(names[1:], others, strict=True):
+            if len(targets) == 1 and are_copies(first, other):
+                yield from each.values()
 
 
 class AlignmentSearch:

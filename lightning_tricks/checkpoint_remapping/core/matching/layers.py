@@ -319,9 +319,9 @@ def _fusible(layers: list[Layer], parts: tuple[str, ...]) -> list[tuple[Layer, l
     siblings: dict[str, dict[str, Layer]] = defaultdict(dict)
     for layer in layers:
         parent, _, name = layer.path.rpartition(".")
-        # Both a query's word and a key's: it is fused already.
-        said = words_of(name) & {"query", "key", "value"}
-        if len(said) == 1 and "weight" in layer.tensors:
+        # Both a query's word and a key's: it is fused already. A norm of the query bears its word, too.
+        said = words_of(name) & {"query", "key", "value", "norm"}
+        if len(said - {"norm"}) == len(said) == 1 and "weight" in layer.tensors and layer.has_matrix:
             siblings[parent][min(said)] = layer
     return [
         (fused, members)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice, product
+from functools import lru_cache
+from itertools import combinations, islice, product
 from typing import Any, Literal
 
+import torch
+
 from lightning_tricks._shared.patterns import LIST_NUMBER, MAX_REPEATS, Pattern
-from lightning_tricks._shared.text import format_shape
-from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
+from lightning_tricks._shared.text import format_shape, list_names
 from lightning_tricks.checkpoint_remapping.core.matching.synonyms import (
     describe_fused,
     describe_orders,
@@ -18,7 +22,6 @@ from lightning_tricks.checkpoint_remapping.core.matching.synonyms import (
     words_of,
 )
 from lightning_tricks.checkpoint_remapping.core.remapping import FUSION, remap_keys
-from lightning_tricks.checkpoint_remapping.core.rules import RemapRule
 
 Shape = tuple[int, ...]
 Prefixes = tuple[str, str]  # of the names in the file, and of those in the model; without the dot
@@ -111,7 +114,8 @@ class Matching:
 
 
 Proposal = tuple[str, str] | dict[str, Any]
-_MOST_TRIED = 8  # pairs of layers for which a rule is tried
+_MOST_LINES = 4  # of rules for blocks, in a message
+_MOST_TRIED = 8  # pairs of layers for which a rule is tried, and parts of which some may be one tensor
 
 
 @dataclass(frozen=True)
@@ -162,6 +166,65 @@ class Proposals:
             return rule
         return self._widest(source, target)
 
+    def for_parts(self) -> str:
+        """Return the sentence about a tensor that has the size of several of the other side, with rules; or nothing."""
+        sides = self.sources, self.targets
+        for is_split, (wholes, others) in ((True, sides), (False, sides[::-1])):
+            for whole, sets, is_said in islice(_wholes(wholes, others), 8 * _MOST_TRIED):
+                there, how = list_names(filter(others.__contains__, sets[0])), "a split" if is_split else "a fusion"
+                lacks = "" if {*sets[0]} <= others.keys() else f" and what the {'model' if is_split else 'file'} lacks"
+                if lacks and not is_split:
+                    values = f"{{**weights, {whole!r}: torch.cat([...])}}"
+                    return f"{whole} may be {there}{lacks} in one: load_weights(model, {values}), with zeros for that"
+                rules = (rule for parts in sets[:_MOST_TRIED] for rule in self._for_parts(whole, parts, is_split))
+                if first := next(rules, None):
+                    order = "as its name says" if is_said else "but nothing says that it is this one"
+                    order += "".join(f", or it is {rule}" for rule in islice(rules, 2))
+                    return (
+                        f"{whole} may be {there}{lacks} in one: rules=[{first!r}] takes it so, by {how} in this "
+                        f"order, {order}. Compare outputs with max_output_difference: some projects fuse head by head"
+                    )
+        return ""
+
+    def _for_parts(self, whole: str, parts: Sequence[str], is_split: bool) -> list[dict[str, Any]]:
+        """Return the rules that split or fuse tensors, for all blocks of a list and for biases where they fit these."""
+        names, sides = (whole, *parts), (self.sources, self.targets)
+        few = Proposals(*({name: side[name] for name in names if name in side} for side in sides))
+        shapes, may_add = {**few.sources, **few.targets}, not {*parts} <= {*few.sources, *few.targets}
+        rest = (shapes[whole][0] - sum(shapes[part][0] for part in parts if part in shapes),)
+        wide = [LIST_NUMBER.sub("*", name) for name in names]
+        both = [re.sub("(?<=[._])(weight|bias)$", "*", name) for name in wide]
+        leaves = {re.sub("(weight|bias)$", leaf, whole) for leaf in ("weight", "bias")}
+        made: list[dict[str, Any]] = []
+        for turned, dim in ((False, 0), (True, 0), (True, -1), (False, -1)):
+            sizes = [shapes.get(part, rest)[dim] for part in parts]
+            how = {"transpose": turned, "dim": dim, "sizes": sizes if is_split and len({*sizes}) > 1 else None}
+            more = {name: value for name, value in how.items() if value}
+            # Wide rules are tried on all tensors, of which there may be thousands: only if the narrow one fits
+            rules = [
+                {"from": one, "to": others, **more} if is_split else {"from": others, "to": one, **more}
+                for one, *others in (names, wide, *[both][: leaves <= sides[not is_split].keys()])
+                if one.count("*") <= MAX_REPEATS
+            ]
+            if few._fits(rules[0], may_add):
+                made.append(next((rule for rule in rules[:0:-1] if self._fits(rule, may_add)), rules[0]))
+            if made and not turned:
+                break  # sizes alone do not show that a tensor is the other way round
+        return made
+
+    def backwards(self, rule: Proposal | None) -> str:
+        """Return the sentence about a list that is counted from the other end, which no star says; or nothing."""
+        if not isinstance(rule, tuple) or "*" not in rule[0]:
+            return ""
+        stems = [name.partition("*")[0] for name in rule]
+        found = (re.match(rf"{re.escape(stems[0])}([0-9]{{1,9}})(?![^.])", name) for name in self.sources)
+        numbers = sorted({int(number[1]) for number in found if number})
+        pairs = {f"{stems[0]}{n}": f"{stems[1]}{m}" for n, m in zip(numbers, numbers[::-1], strict=True)}
+        shown = dict(islice(pairs.items(), _MOST_LINES))
+        more = ", and so on" if len(pairs) > _MOST_LINES else ""
+        what = f"; a star is the same number on both sides: if they count from opposite ends, rules=[{shown}]{more}"
+        return what if len(pairs) > 1 else ""
+
     def _widest(self, source: str, target: str) -> Proposal | None:
         """Return the rule for all blocks of a list, if it leads from such tensors to such, else that for one."""
         glob = [LIST_NUMBER.sub("*", name) for name in (source, target)]
@@ -170,9 +233,9 @@ class Proposals:
             # `Pattern` refuses more stars, which would take long to match.
             if glob[0].count("*") < MAX_REPEATS or not end:
                 wide = glob[0] + end, glob[1] + end
-                if self._fits(*wide):
+                if self._fits(wide):
                     return wide
-        return (source, target) if self._fits(source, target) else self._in_another_layout(source, target)
+        return (source, target) if self._fits((source, target)) else self._in_another_layout(source, target)
 
     def _in_another_layout(self, source: str, target: str) -> Proposal | None:
         """Return a rule for one tensor of a layer that is transposed, or has other dimensions of size one."""
@@ -188,16 +251,17 @@ class Proposals:
                 return {"from": name, "to": new, "shape": [*wanted]}
         return None
 
-    def _fits(self, source: str, target: str) -> bool:
-        """Whether a rule leads from tensors without a match to tensors of their shapes without one."""
+    def _fits(self, rule: Proposal, may_add: bool = False) -> bool:
+        """Whether a rule leads from tensors without a match to tensors of their shapes without one, or adds some."""
         try:
-            made = remap_keys(dict(self.sources), [RemapRule(source, target)])
-        except CheckpointError:  # it would give two of them one name
+            made = remap_keys({name: torch.empty(shape, device="meta") for name, shape in self.sources.items()}, [rule])
+        except ValueError:  # it would give two of them one name, or does not fit them
             return False
         ruled = [name for name in made.rules_of if made.rules_of[name]]
         # A star may take in more than was meant, such as a layer that has its match: then it is not proposed.
         return bool(ruled) and all(
-            self.targets.get(name) == made[name] and not orders_differ(made.origins[name], name, certain=True)
+            (self.targets.get(name, made[name].shape if may_add else None) == made[name].shape)
+            and not orders_differ(made.origins[name], name, certain=True)
             for name in ruled
         )
 
@@ -212,6 +276,61 @@ class Proposals:
         # The pair that a reader finds most alike, and the same one each time.
         pairs.sort(key=lambda pair: (_in_common(*pair), pair), reverse=True)
         return describe_orders(pairs) or describe_fused([*self.sources, *self.targets])
+
+
+_ROLES = {"q": "query", "k": "key", "v": "value", "g": "gate", "u": "up"}  # in the usual order
+
+
+@lru_cache(maxsize=65536)
+def _divided(name: str) -> tuple[str, str, str]:
+    """Return the path of the module around a layer, the name of the layer, and `weight` or `bias`."""
+    found = re.search(r"(?:^|[._])(weight|bias)$", name)
+    parent, _, layer = (name[: found.start()] if found else name).rpartition(".")
+    return parent, layer, found[1] if found else ""
+
+
+def _wholes(wholes: Mapping[str, Shape], others: Mapping[str, Shape]) -> Iterator[tuple[str, list[list[str]], bool]]:
+    """Yield tensors that may be several others together, what these may be, and whether the name says them."""
+    alike: dict[tuple[object, ...], list[str]] = defaultdict(list)
+    for name, shape in others.items():
+        parent, _, leaf = _divided(name)
+        alike[(len(shape), leaf, *LIST_NUMBER.findall(parent))].append(name)
+    for whole, shape in islice(wholes.items(), 128 * _MOST_TRIED):
+        parent, layer, leaf = _divided(whole)
+        names = alike.get((len(shape) or None, leaf, *LIST_NUMBER.findall(parent)), [])[: 8 * _MOST_TRIED]
+        beside = [name for name in names if _divided(name)[0] in (parent, f"{parent}.{layer}".lstrip("."))]
+        # Behind other names, a name must say what it is made of
+        said = _parts_said(whole, beside) or _parts_said(whole, names)
+        some = sorted(beside[:_MOST_TRIED], key=lambda name: [role not in words_of(name) for role in _ROLES.values()])
+        sets = [said] if said else [[*each] for count in (2, 3, 4) for each in combinations(some, count)]
+        # The part that a model lacks has the rest of a bias
+        left = [math.prod(shape) - sum(math.prod(others.get(name, (0,))) for name in each) for each in sets]
+        has_rest = len(shape) == 1 and not {*said} <= others.keys()
+        sets = [each for each, rest in zip(sets, left, strict=True) if (rest > 0 if has_rest else rest == 0)]
+        if sets and not describe_fused([whole]):
+            yield whole, sets, bool(said)
+
+
+def _parts_said(whole: str, parts: Sequence[str]) -> list[str]:
+    """Return the parts that a name says, in its order; of query, key and value also one that there is not.
+
+    `vk` says value and key, `gate_up_proj` gate and up, `w13` says `w1` and `w3`.
+    """
+    name = _divided(whole)[1].lower()
+    letters = re.search(r"(?<![a-z])w?([qkv]{2,3})(?![a-z])", name)
+    said = [_ROLES[letter] for letter in letters[1]] if letters else name.split("_")
+    if numbers := re.fullmatch(r"(.*?)_?([1-9])([1-9])", name):
+        said = [numbers[1] + numbers[2], numbers[1] + numbers[3]]
+    words = {part: words_of(_divided(part)[1]) for part in parts}
+    common = frozenset.intersection(*words.values()) if len(parts) > 1 else frozenset()
+    found = [
+        [part for part in parts if word in words[part] - common and "norm" not in words[part]]
+        or [f"{whole}_{word}"] * bool(letters)
+        for word in said
+    ]
+    named = [part for each in found for part in each]
+    is_clear = max(map(len, found)) == 1 and len({*named}) == len(named) > 1 and len({*named} - {*parts}) < 2
+    return named if is_clear else []
 
 
 def _in_common(source: str, target: str) -> tuple[int, int]:
@@ -229,7 +348,7 @@ def is_at(name: str, path: str) -> bool:
 def in_words(rule: Proposal) -> str:
     """Return what a rule does, as an argument with its meaning."""
     source, target = (rule["from"], rule["to"]) if isinstance(rule, dict) else rule
-    return f"rules=[{rule!r}] takes {source} as {target}, and the rest is matched as before"
+    return f"rules=[{rule!r}] takes {source} as {target or 'the whole model'}, and the rest is matched as before"
 
 
 def suggested_patterns(names: Sequence[str], known: Sequence[str], most: int | None = None) -> list[str]:
