@@ -647,7 +647,7 @@ def test_what_peft_refuses_in_mamba_is_named(projection, words, tmp_path):
         return transformers.MambaModel(transformers.MambaConfig(**sizes))
 
     with recorded_warnings() as caught:
-        save_adapter(adapted(make, target_modules=projection, modules_to_save=()), tmp_path)
+        save_adapter(adapted(make, target_modules=f"*.{projection}", modules_to_save=()), tmp_path)
     assert [words in str(warning.message) for warning in caught] == [True] * bool(words)
     if words:
         with pytest.raises(ValueError, match="is incompatible with Mamba-based models"):

@@ -265,10 +265,11 @@ def _serve(orders: IO[str], answers: IO[str]) -> int:
 
     while left:
         is_asked.wait(SECONDS_BETWEEN_LOOKS)
-        left -= lease.is_finishing
+        is_last = lease.is_finishing  # before it sends: what is saved meanwhile is for another attempt
+        left -= is_last
         try:
             lease.check()
-            if not lease.is_finishing and not is_asked.is_set():
+            if not is_last and not is_asked.is_set():
                 continue
             is_asked.clear()
             if order["is_part"]:
@@ -284,7 +285,7 @@ def _serve(orders: IO[str], answers: IO[str]) -> int:
             status = 0
         if is_lost:
             return status
-        if lease.is_finishing and (not problem or (order["nodes"] > 1 and time.monotonic() > until)):
+        if is_last and (not problem or (order["nodes"] > 1 and time.monotonic() > until)):
             break
     with suppress(Exception):  # it is released as well when this process has exited
         if not order["is_part"]:
