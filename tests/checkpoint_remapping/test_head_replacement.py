@@ -107,7 +107,10 @@ def test_layers_that_feed_the_last_one_are_no_heads(layers):
 @cases(
     "make, words",
     (models.detection.maskrcnn_resnet50_fpn, r"box_predictor.cls_score, roi_heads.mask_predictor.mask_fcn_logits all"),
-    (models.detection.fasterrcnn_mobilenet_v3_large_fpn, r"box_predictor.cls_score, roi_heads.box_predictor.bbox_pred a"),
+    (
+        models.detection.fasterrcnn_mobilenet_v3_large_fpn,
+        r"box_predictor.cls_score, roi_heads.box_predictor.bbox_pred a",
+    ),
 )
 def test_one_of_several_predictors_is_not_picked(make, words):
     with torch.device("meta"):
