@@ -115,7 +115,7 @@ class ConformalPredictor(LightningModule):
 
     @outside_inference_mode()
     def coverage(self, loader: Iterable[Any]) -> dict[int, float]:
-        """Return the share of sets or intervals that contain the truth, for each class or group; under 0 without groups.
+        """Return the share of sets or intervals that hold the truth, for each class or group; under 0 without groups.
 
         Args:
             loader: Batches as for `calibrate`, of rows that did not calibrate it.
