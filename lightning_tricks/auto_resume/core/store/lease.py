@@ -56,7 +56,7 @@ class Lease:
         Raises:
             StoreError: If another process is the owner and shows signs of life.
         """
-        said, seen, signs, since, until = "", (0, ""), 0, 0.0, math.inf
+        said, seen, signs, since, until = "", (0, None), 0, 0.0, math.inf
         while True:
             number, record = self._newest()
             now, sign = time.monotonic(), (number, record.get("sign"))
