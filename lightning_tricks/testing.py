@@ -38,8 +38,9 @@ _BEFORE_THE_STOP = """This is before the first stop: two runs that are never sto
 function before it creates the module and the data, as by seed_everything(42, workers=True), and let nothing depend on \
 the clock."""
 _AFTER_THE_STOP = """Usual causes: a loader or generator that is seeded by the clock or not at all; a dataset, a \
-metric or a callback that remembers what cannot be saved; a value that depends on the clock or the process. Keep what \
-is remembered in plain attributes, buffers, or state_dict and load_state_dict; ignore=[...] leaves out metrics."""
+metric or a callback that remembers what cannot be saved; a value that depends on the clock or the process; a file, an \
+environment variable or an attribute of the Trainer that the run changes and a new start finds otherwise. Keep what is \
+remembered in plain attributes, buffers, or state_dict and load_state_dict; ignore=[...] leaves out metrics."""
 
 
 def assert_resumable(make: Callable[[Path], Any], *, stops: int = 3, ignore: Sequence[str] = ()) -> Comparison:

@@ -12,6 +12,15 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, SequentialLR
 from lightning_tricks._torch_compat.guards import needs_private, set_private
 
 
+@needs_private("ExponentialMovingAverage")
+def register_step_post_hook(optimizer: Any, hook: Any) -> Any:
+    """Let a hook be called after each step from the next one on, and return its handle."""
+    if not hasattr(optimizer, "_zero_grad_profile_name"):
+        # The constructor, or else the first `zero_grad`, lets steps call hooks; timm's Lookahead calls no constructor.
+        optimizer._patch_step_function()
+    return optimizer.register_step_post_hook(hook)
+
+
 def takes_scale(optimizer: Optimizer) -> bool:
     """Whether an optimizer unscales gradients, and skips a step, in its own kernel, as torch's fused ones do."""
     # What `GradScaler.step` asks: it then gives `grad_scale` and `found_inf` to the optimizer, and does not unscale

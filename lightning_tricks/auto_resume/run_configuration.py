@@ -179,7 +179,9 @@ class RunConfiguration(Part):
         if (before := self._before) is None:
             return [], []
         loaders = _USED if self._has_loaders else _GIVEN
-        are_known = self._has_loaders or all(_has_given(one) for one in (before, self._now))
+        are_known = self._has_loaders or all(
+            any(name.startswith(_GIVEN) for name in one.values) for one in (before, self._now)
+        )
         states = {*numbered(self.trainer.optimizers), *self._schedule_labels()}
 
         def _is_same(change: Change, name: str) -> bool:
@@ -396,10 +398,6 @@ def _add_callback(found: Configuration, describer: Describer, label: str, callba
         describer.add_value(f"{label}.{name}", getattr(callback, name), Rule(texts_train=True))
     if names is None:
         describer.add(label, callback, is_told=is_record)
-
-
-def _has_given(configuration: Configuration) -> bool:
-    return any(name.startswith(_GIVEN) for name in configuration.values)
 
 
 def _is_of_loaders(change: Change) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_tricks._shared import calibration
 from lightning_tricks._shared.checks import check_choice, check_not_negative, check_optional_count
-from lightning_tricks._shared.tensors import outside_inference_mode, to_double
+from lightning_tricks._shared.tensors import to_double
 from lightning_tricks.conformal.functional import ROUNDING, choose_penalty, needed_rows, rank_penalty, ranked_scores
 from lightning_tricks.conformal.predictor import ConformalPredictor
 
@@ -96,20 +96,9 @@ class ConformalClassifier(ConformalPredictor):
         if loader is not None:
             self.calibrate(loader)
 
-    @outside_inference_mode()
-    def coverage(self, loader: Iterable[Any]) -> dict[int, float]:
-        """Return the share of sets that contain the true class, for each class or group; under 0 without groups.
-
-        Args:
-            loader: Batches as for `calibrate`, of rows that did not calibrate it.
-        """
-
-        def found(inputs: Sequence[Any], target: Tensor) -> tuple[Tensor, ...]:
-            groups = self.calibration_rows(inputs, target, torch.Generator("cpu"))[1]
-            return self(*inputs).gather(1, target.long().unsqueeze(1))[:, 0], groups
-
-        (held, groups), _ = self.evaluated(loader, found)
-        return {int(group): held[groups == group].double().mean().item() for group in groups.unique()}
+    def covers(self, predicted: Tensor, target: Tensor) -> Tensor:
+        """Return which sets contain the true class, (N,)."""
+        return predicted.gather(1, target.long().unsqueeze(1))[:, 0]
 
     def prediction(self, inputs: Sequence[Any]) -> Tensor:
         """Return the sets of a batch as boolean masks, (N, C)."""

@@ -78,6 +78,10 @@ class ConformalPredictor(LightningModule):
     def calibration_rows(self, inputs: Sequence[Any], target: Tensor, draws: torch.Generator) -> tuple[Tensor, ...]:
         """Return what calibration needs of the N rows of a batch: first their scores, then their groups, (N,)."""
 
+    @abstractmethod
+    def covers(self, predicted: Tensor, target: Tensor) -> Tensor:
+        """Return which of the sets or intervals of a batch contain the truth, (N,)."""
+
     def finish_calibration(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return scores (n,), groups (n,), all groups (G,) and penalty (2,), for the rows of all batches."""
         return rows[0], rows[1], rows[1].unique(), rows[0].new_zeros(2)
@@ -108,6 +112,21 @@ class ConformalPredictor(LightningModule):
             scores, ids, groups, penalty = self.finish_calibration(rows)
             self.quantiles = group_quantiles(scores, ids, groups, self.alpha)
             self.calibrated_groups, self.penalty, self._inputs = groups, penalty, inputs
+
+    @outside_inference_mode()
+    def coverage(self, loader: Iterable[Any]) -> dict[int, float]:
+        """Return the share of sets or intervals that hold the truth, for each class or group; under 0 without groups.
+
+        Args:
+            loader: Batches as for `calibrate`, of rows that did not calibrate it.
+        """
+
+        def found(inputs: Sequence[Any], target: Tensor) -> tuple[Tensor, ...]:
+            groups = self.calibration_rows(inputs, target, torch.Generator("cpu"))[1]
+            return self.covers(self(*inputs), target), groups
+
+        (held, groups), _ = self.evaluated(loader, found)
+        return {int(group): held[groups == group].double().mean().item() for group in groups.unique()}
 
     def evaluated(self, loader: Iterable[Any], function: Callable[..., Any], *others: Any) -> tuple[list[Tensor], int]:
         """Return what a function makes of all inputs and targets, and others, and how many inputs a batch has."""

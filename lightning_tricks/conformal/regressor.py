@@ -31,7 +31,8 @@ class ConformalRegressor(ConformalPredictor):
             scale of 0 or less gets NaN ends. "quantile" needs a module that returns a lower and an upper quantile,
             (N, 2) or a tuple, and widens or narrows that interval; one that would be empty becomes its middle.
         groups: None for one quantile. A function of the inputs of a batch that returns the group of each row, whole
-            numbers (N,), for one per group; a row of a group without calibration data has an infinite interval.
+            numbers (N,), for one per group, which `coverage` reports; a row of a group without calibration data has an
+            infinite interval.
 
     Raises:
         TypeError: If an argument, or a batch of the loader, is of the wrong kind.
@@ -67,6 +68,11 @@ class ConformalRegressor(ConformalPredictor):
         """Return lower and upper ends of a batch, (N, 2)."""
         lower, upper, width = self._band(inputs)
         return widened(lower, upper, width, self.row_quantiles(inputs, lower))
+
+    def covers(self, predicted: Tensor, target: Tensor) -> Tensor:
+        """Return which intervals contain the true value, their ends included, (N,)."""
+        truth = target.reshape(-1)
+        return (predicted[:, 0] <= truth) & (truth <= predicted[:, 1])
 
     def calibration_rows(self, inputs: Sequence[Any], target: Tensor, draws: torch.Generator) -> tuple[Tensor, ...]:
         """Return score and group of each row."""

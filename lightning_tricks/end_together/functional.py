@@ -87,6 +87,7 @@ class SharedEnd:
     def __init__(self, name: str, group: Any, say: Callable[[str], object]) -> None:
         self._name, self._group, self._say = name, group, say
         self._said = set[str]()
+        self._given = 0  # batches since the iteration began
         self.asks = True
 
     def shortest(self, lengths: Sequence[float], is_certain: bool) -> list[float]:
@@ -101,7 +102,8 @@ class SharedEnd:
         shortest = [min(part) for part in zip(*(lengths for lengths, _ in ranks), strict=True)]
         pairs = [list(zip(lengths, shortest, strict=True)) for lengths, _ in ranks]
         left = [sum(own - least for own, least in parts if least < own < float("inf")) for parts in pairs]
-        self._tell([f"{count:g}" if count else "" for count in left])
+        self._given = 0
+        self._tell([f"{count:g}" if count else "" for count in left], any(shortest))
         return shortest
 
     def compare(self, position: int) -> tuple[int, int]:
@@ -113,13 +115,16 @@ class SharedEnd:
         least, furthest = least_and_furthest(position, self._group)
         if 0 <= least < furthest:
             ranks = gather_objects(position, self._group)
-            self._tell(["at least 1" if one < furthest else "" for one in ranks])
+            self._tell(["at least 1" if one < furthest else "" for one in ranks], self._given)
+        self._given += 1
         return least, furthest
 
-    def _tell(self, left: Sequence[str]) -> None:
+    def _tell(self, left: Sequence[str], has_batches: object = True) -> None:
         ends = list_names((f"rank {rank}" for rank, count in enumerate(left) if not count), _MAX_LISTED)
         more = list_names((f"{count} of rank {rank}" for rank, count in enumerate(left) if count), _MAX_LISTED)
         line = f"EndTogether: {self._name} ends with the fewest batches, those of {ends}. Left out: {more}."
+        if not has_batches:
+            line += " Nothing is left: give the data at least as many shards as ranks times workers."
         if any(left) and line not in self._said:
             self._said.add(line)
             self._say(line)

@@ -127,10 +127,13 @@ class BoostedMembers(Ensemble):
         """Return the uncertainty of the sum, all of it as noise: the members are parts of one model."""
         return super().uncertainty(self.scores(outputs))
 
-    def fit_to_residuals(self, outputs: Tensor, residuals: Tensor) -> Tensor:
-        """Return the squared error of each member, (n,): the mean of its values, or their sum."""
-        errors = (outputs - residuals).square().flatten(1)
-        return errors.sum(1) if self.use_reduction_sum else errors.mean(1)
+    def fit_to_residuals(self, outputs: Tensor, residuals: Tensor, targets: Tensor) -> Tensor:
+        """Return the squared error of each member, (n,): the mean of its values whose rows count, or their sum."""
+        errors, counted = (outputs - residuals).square(), self.is_counted(targets)
+        if counted is None:
+            return errors.flatten(1).sum(1) if self.use_reduction_sum else errors.flatten(1).mean(1)
+        sums = (errors.flatten(2) * counted.unsqueeze(-1)).flatten(1).sum(1)
+        return sums if self.use_reduction_sum else sums / (counted.sum(1) * outputs.shape[-1]).clamp(min=1)
 
     def torchensemble_arguments(self) -> dict[str, Any]:
         """Return the arguments of torchensemble's class beside the number of members."""
@@ -144,7 +147,7 @@ class SoftGradientBoostedMembers(BoostedMembers):
         """Return the squared errors to the residuals, through which no gradient flows to the members before."""
         sums = self.shrinkage_rate * exclusive_sums(at_least_single(outputs.detach()))
         residuals = negative_gradient(self.criterion, sums.flatten(0, 1), targets.flatten(0, 1))
-        return mean_with_gradient_of_sum(self.fit_to_residuals(outputs, residuals.view_as(outputs)))
+        return mean_with_gradient_of_sum(self.fit_to_residuals(outputs, residuals.view_as(outputs), targets))
 
     def training_loss(self, inputs: Sequence[Tensor], targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the value to minimize, and the scores of the ensemble."""

@@ -213,7 +213,7 @@ class GradientBoostedMembers(StagedEnsemble, BoostedMembers):
             earlier = self.earlier_outputs(*inputs)
             sums = torch.zeros_like(outputs[0]) if earlier is None else at_least_single(earlier).sum(0)
         residuals = negative_gradient(self.criterion, self.shrinkage_rate * sums, targets[0])
-        loss = self.fit_to_residuals(outputs, residuals.unsqueeze(0)).sum()
+        loss = self.fit_to_residuals(outputs, residuals.unsqueeze(0), targets).sum()
         return loss, self.shrinkage_rate * (sums + outputs.detach())
 
     # --- early stopping

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import defaultdict
 from collections.abc import Iterable
@@ -88,9 +89,14 @@ class CombinedPrediction(LightningModule):
         """Return the values that an evaluation logs beside its loss."""
         return {}
 
+    def is_counted(self, target: Tensor) -> Tensor | None:
+        """Return which rows of targets (..., B) the loss does not ignore; None for all."""
+        return None
+
     def num_counted(self, target: Tensor) -> Tensor:
-        """Return the number of rows of a batch that loss and metrics are means of, in double precision."""
-        return to_double(torch.full((), len(target), device=target.device))
+        """Return the number of rows that loss and metrics are means of, in double precision, without a host read."""
+        counted = self.is_counted(target)
+        return to_double(torch.full((), len(target), device=target.device) if counted is None else counted.sum())
 
     def num_outputs(self, outputs: Tensor) -> int:
         """Return the number of outputs of the ensemble, for outputs of members (n, B, columns)."""
@@ -331,21 +337,24 @@ class ClassifierEnsemble(CombinedPrediction):
         """Return the accuracy, of class indices."""
         if target.is_floating_point():
             return {}
-        hits = preds.argmax(-1) == target
-        if self._ignore_index is not None:
-            hits = hits & (target != self._ignore_index)
+        hits, counted = preds.argmax(-1) == target, self.is_counted(target)
+        hits = hits if counted is None else hits & counted
         return {"acc": (hits.sum() / self.num_counted(target)).float()}
 
-    def num_counted(self, target: Tensor) -> Tensor:
-        """Return the number of rows of a batch that are not ignored, without a read from the device."""
-        if self._ignore_index is None or target.is_floating_point():
-            return super().num_counted(target)
-        return to_double((target != self._ignore_index).sum())
+    def is_counted(self, target: Tensor) -> Tensor | None:
+        """Return which rows of targets (..., B) do not have the class that the loss ignores."""
+        ignored = self._ignore_index
+        return None if ignored is None or target.is_floating_point() else target != ignored
 
     @property
     def _ignore_index(self) -> int | None:
-        """The class whose rows the criterion ignores, if it has one."""
-        return getattr(self.criterion, "ignore_index", None)
+        """The class whose rows the criterion ignores: its own, that of a loss within it, or a function's default."""
+        criterion: Any = self.criterion
+        for part in criterion.modules() if isinstance(criterion, nn.Module) else [criterion]:
+            if hasattr(part, "ignore_index"):
+                return cast(int, part.ignore_index)
+        parameter = inspect.signature(criterion).parameters.get("ignore_index")
+        return None if parameter is None else parameter.default
 
     def check_batch(self, outputs: Tensor, targets: Tensor, stage: str) -> None:
         """Refuse one output, and classes that there are not."""

@@ -42,6 +42,7 @@ def _noting(hook: str) -> Callable[..., None]:
         elif what == "epoch_end" and stage == "validation":
             record.batch = -1  # the next place is one of training again
         record.backwards += hook == "on_before_backward"
+        record.stops = trainer.should_stop
         self._move(hook)
 
     return note

@@ -26,7 +26,7 @@ from lightning_tricks._shared.files import open_file
 from lightning_tricks._shared.text import list_names, printable
 
 RECORD_SUFFIX, STACKS_SUFFIX, PREVIOUS = ".hang", ".stacks", "previous"
-_COUNTERS = ("moves", "epoch", "batch", "step", "batches", "backwards", "key", "ended", "stood", "stacks_size")
+_COUNTERS = ("moves", "epoch", "batch", "step", "batches", "backwards", "key", "ended", "stops", "stood", "stacks_size")
 _MOST_RANKS = 2**20
 _SIZE, _HEAD = 2**16, 2**9  # bytes: of all; and of time, counters and hook, which each move writes
 
@@ -60,6 +60,7 @@ class RankRecord:
         step: The number of optimizer steps before that batch.
         batches: How many batches have begun.
         backwards: How many backward passes have begun.
+        stops: Whether the Trainer was told to stop.
         ended_by: What ended the run, after the words "the end of its run"; empty where nothing was wrong.
 
     Raises:
@@ -68,7 +69,7 @@ class RankRecord:
 
     def __init__(self, folder: Path, timeout: float, about: dict[str, Any]) -> None:
         self.moves = self.epoch = self.step = self.batches = self.backwards = 0
-        self.batch, self.ended_by = -1, ""
+        self.batch, self.ended_by, self.stops = -1, "", False
         self._about = {"world_size": 1, **about, "timeout": timeout, "thread": threading.get_ident()}
         self._timeout, self._slack = timeout, min(1.0, timeout / 20)  # to start the timer at each move costs too much
         self._epochs: dict[str, int] = {}  # how many epochs of a stage have begun
@@ -162,7 +163,7 @@ class RankRecord:
 
     def _write(self) -> None:
         counters = f"{self.moves} {self.epoch} {self.batch} {self.step} {self.batches} {self.backwards} {self._key}"
-        stood = f"{self._ended:d} {self._stood} {self._size} {self._stood_at}"
+        stood = f"{self._ended:d} {self.stops:d} {self._stood} {self._size} {self._stood_at}"
         self._memory[:_HEAD] = f"{self._moved} {counters} {stood} {self._hook}".encode().ljust(_HEAD)
 
     def _start_timer(self) -> None:
@@ -273,7 +274,12 @@ def compare_ranks(folder: str | os.PathLike[str]) -> HangReport:
         values = sorted({rank[name] for rank in ranks})
         counts = (f"{value} on {_ranks(rank['rank'] for rank in ranks if rank[name] == value)}" for value in values)
         findings += [f"{what}: {', '.join(counts)}."] if len(values) > 1 else []
-    if len({rank["batches"] for rank in ranks}) > 1:
+    stopping = [rank["rank"] for rank in ranks if rank["stops"]]
+    if 0 < len(stopping) < len(ranks):
+        findings.append(
+            f"trainer.should_stop is set on {_ranks(stopping)} alone: set it on all ranks, by a value that they share."
+        )
+    elif len({rank["batches"] for rank in ranks}) > 1:
         findings.append(
             "If their loaders have different numbers of batches: EndTogether() ends each epoch on all ranks."
         )

@@ -65,7 +65,7 @@ def _build_part(modules: Sequence[nn.Module], parts: Sequence[Part]) -> Optimize
     optimizer = spec.optimizer()
     defaults: dict[str, Any] = {"lr": spec.lr, **(spec.kwargs or {})}
     if "weight_decay" in inspect.signature(optimizer).parameters:
-        defaults["weight_decay"] = spec.weight_decay
+        defaults["weight_decay"] = spec.decay
     else:
         for group in groups:
             del group["weight_decay"]
@@ -73,13 +73,13 @@ def _build_part(modules: Sequence[nn.Module], parts: Sequence[Part]) -> Optimize
     if spec.fused is True or (spec.fused == "auto" and not other_kernel and _can_fuse(modules, optimizer, groups)):
         defaults["fused"] = True
     sizes = [f"{group['name']} ({sum(p.numel() for p in group['params']):,} values)" for group in groups]
-    text = f"{spec.name} with {len(groups)} parameter groups: {'; '.join(sizes)}."
+    text = f"{spec.name} with {counted(len(groups), 'parameter group')}: {'; '.join(sizes)}."
     if name:
         paths = [path for part in parts for path in part.parameters.values()]
         text += f" It steps {counted(len(paths), 'parameter')}: {list_names(paths)}."
     if passed_on := [path for part in parts for path in part.passed_on]:
         count = counted(len(passed_on), "parameter")
-        text += f" {count} that `only` names and that are no matrices go to `rest`: {list_names(passed_on)}."
+        text += f" {count} that `only` names and that are not 2-D go to `rest`: {list_names(passed_on)}."
     rank_zero_info(text)
     built: Optimizer = optimizer(groups, **defaults)
     return built

@@ -25,7 +25,7 @@ from lightning_tricks._torch_compat.memory import memory_that_ran_out
 from lightning_tricks.microbatching.core import batches, comparison
 from lightning_tricks.microbatching.core.batches import TargetMean
 
-_FITS = 2**62  # a size that no rank needs to shrink
+WHOLE = 2**62  # a size that no batch has
 
 
 @dataclass
@@ -117,20 +117,20 @@ class BatchRunner:
                 gradients = copy_gradients(module)
 
         while True:
-            limit, reason = _FITS, "on another rank"
+            limit, reason = WHOLE, "on another rank"
             with self.logs.keeping():
                 try:
                     loss, extra = self._train(step, *self._cut(step, self._found.found), begin)
                 except Exception as error:
                     if not memory_that_ran_out(error):
                         raise
-                    rows = min(_count_rows(batch, "memory ran out. "), self._found.found or _FITS)
+                    rows = min(_count_rows(batch, "memory ran out. "), self._found.found or WHOLE)
                     limit, reason = -(-rows // 2) if rows > 1 else 0, describe_error(error)
                 if self._has_ranks:
                     smallest = torch.tensor([limit], device="cpu")
                     torch.distributed.all_reduce(smallest, torch.distributed.ReduceOp.MIN, group=self._group)
                     limit = int(smallest)
-                if limit == _FITS:
+                if limit == WHOLE:
                     self.logs.flush()
                     if self._has_ranks and loss is not None:
                         step.end_unsynchronised(loss)

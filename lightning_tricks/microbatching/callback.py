@@ -15,7 +15,7 @@ from lightning_tricks._lightning_compat.microbatches import batches_run_by, loss
 from lightning_tricks._lightning_compat.trainer import model_averager
 from lightning_tricks._shared.checks import check_choice, check_optional_count
 from lightning_tricks._shared.report_parts import Facts
-from lightning_tricks.microbatching.batch_runner import BatchRunner, Found
+from lightning_tricks.microbatching.batch_runner import WHOLE, BatchRunner, Found
 from lightning_tricks.microbatching.core.batches import Count, TargetMean
 
 
@@ -43,8 +43,8 @@ class Microbatching(TrickCallback):
     number of targets of its own has to keep its gradient finite, as by `mask.sum().clamp(min=1)`.
 
     Args:
-        size: The largest number of rows of a microbatch, at least 1; None finds it when memory runs out. A number that
-            is at least the batch size changes nothing.
+        size: The largest number of rows of a microbatch, at least 1; None finds it when memory runs out. "whole" cuts
+            no batch, as a number that is at least the batch size does: for `count` alone.
         on_mismatch: "raise" raises an error if microbatches change the loss, as with BatchNorm in training mode; "warn"
             warns, and trains with the mean over the rows, or over what `count` counts.
         count: Returns the number of targets of a batch, an int or a tensor of shape (), or with class weights the sum
@@ -53,7 +53,7 @@ class Microbatching(TrickCallback):
             losses that are means or sums over the rows.
 
     Raises:
-        TypeError: If `size` is not a whole number, or `count` is neither "labels" nor a callable.
+        TypeError: If `size` is neither a whole number nor "whole", or `count` is neither "labels" nor a callable.
         ValueError: If `size` is less than 1, or `on_mismatch` is unknown.
 
     Examples:
@@ -64,9 +64,13 @@ class Microbatching(TrickCallback):
     training_arguments = ("size", "on_mismatch", "count")
 
     def __init__(
-        self, size: int | None = None, *, on_mismatch: Literal["raise", "warn"] = "raise", count: Count | None = None
+        self,
+        size: int | Literal["whole"] | None = None,
+        *,
+        on_mismatch: Literal["raise", "warn"] = "raise",
+        count: Count | None = None,
     ) -> None:
-        self.size = check_optional_count("size", size)
+        self.size: Any = size if size == "whole" else check_optional_count("size", size)
         self.on_mismatch = check_choice("on_mismatch", on_mismatch, ("raise", "warn"))
         if count not in (None, "labels") and not callable(count):
             raise TypeError(f'count must be "labels", a callable of the batch or None, got {count!r}.')
@@ -80,7 +84,7 @@ class Microbatching(TrickCallback):
     @property
     def current_size(self) -> int | None:
         """The current largest number of rows of a microbatch; None while batches are whole."""
-        return self._found.found if self.size is None else self.size
+        return self._found.found if self.size is None else None if self.size == "whole" else self.size
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raise an error for unsupported optimization or strategies, and forget the last fit."""
@@ -116,17 +120,21 @@ class Microbatching(TrickCallback):
                 "Microbatching(count=...) needs ranks that average gradients in each step: leave out the "
                 "`model_averaging_period` of DDPStrategy."
             )
-        runner = BatchRunner(trainer, self.size, self.on_mismatch, self._found, self._mean)
+        size = WHOLE if self.size == "whole" else self.size
+        runner = BatchRunner(trainer, size, self.on_mismatch, self._found, self._mean)
         self._installed.enter_context(runner.logs.installed())
         self._installed.enter_context(batches_run_by(trainer, runner.run))
-        how = "that run out of memory" if self.size is None else f"into microbatches of at most {self.size:,} rows"
-        self.say(f"cuts batches {how}{'' if self.count is None else ', weights losses by targets'}")
+        how = "that run out of memory" if self.size is None else f"into microbatches of at most {self.size} rows"
+        cuts = "leaves batches whole" if self.size == "whole" else f"cuts batches {how}"
+        self.say(f"{cuts}{'' if self.count is None else ', weights losses by targets'}")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say how many batches were cut."""
         size = "" if self.current_size is None else f" into microbatches of at most {self.current_size:,} rows"
-        checks = "" if self._mean is None else f"; count compared with the loss in {self._mean.checks:,} batches"
-        self.say(f"{self._count(trainer)} batches cut{size}{checks}")
+        said = [] if self.size == "whole" else [f"{self._count(trainer)} batches cut{size}"]
+        if self._mean is not None:
+            said.append(f"count compared with the loss in {self._mean.checks:,} batches")
+        self.say("; ".join(said) or "no batch was cut")
         super().on_fit_end(trainer, pl_module)
 
     def report_parts(self, trainer: Trainer) -> list[Facts]:

@@ -31,6 +31,7 @@ from lightning_tricks._shared.checks import check_choice
 from lightning_tricks._shared.patterns import name_as_in_
 from lightning_tricks._shared.tensors import named_tensors, parameters_of, shard_as
 from lightning_tricks._shared.text import list_names
+from lightning_tricks._torch_compat.optimizers import register_step_post_hook
 from lightning_tricks._torch_compat.tensors import tensor_version
 from lightning_tricks.moving_average.functional import MovingAverage, as_in, batch_statistics
 
@@ -141,7 +142,7 @@ class ExponentialMovingAverage(TrickCallback):
         for number, optimizer in enumerate(trainer.optimizers):
             if self._optimizers.get(number) is not optimizer:
                 self._optimizers[number] = optimizer
-                handle = optimizer.register_step_post_hook(partial(self._after_step, pl_module, number))
+                handle = register_step_post_hook(optimizer, partial(self._after_step, pl_module, number))
                 self._installed.callback(handle.remove)
         for number in self._optimizers:
             self._follow(pl_module, number)

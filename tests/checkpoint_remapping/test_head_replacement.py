@@ -104,6 +104,29 @@ def test_layers_that_feed_the_last_one_are_no_heads(layers):
     assert list(model.modules())[-1] is new
 
 
+@cases(
+    "make, words",
+    (models.detection.maskrcnn_resnet50_fpn, r"box_predictor.cls_score, roi_heads.mask_predictor.mask_fcn_logits all"),
+    (
+        models.detection.fasterrcnn_mobilenet_v3_large_fpn,
+        r"box_predictor.cls_score, roi_heads.box_predictor.bbox_pred a",
+    ),
+)
+def test_one_of_several_predictors_is_not_picked(make, words):
+    with torch.device("meta"):
+        model = make(weights=None, weights_backbone=None)
+    with pytest.raises(CheckpointError, match=words):
+        replace_head(model, 3)
+
+
+@cases("kind, size", (nn.Conv1d, 1), (nn.Conv3d, 3))
+def test_a_convolution_of_any_dimensions_is_replaced(kind, size):
+    model = _with(classifier=kind(4, 5, 1, bias=False))
+    new = replace_head(model, 3)
+    assert type(new) is kind
+    assert new(torch.ones(2, 4, *[2] * size)).shape[1] == 3
+
+
 @cases("name, words", ("googlenet", r"2 places: aux1\.fc2, aux2\.fc2"), ("inception_v3", r"1 place: AuxLogits\.fc"))
 def test_auxiliary_heads_are_named(name, words):
     with torch.device("meta"):
@@ -202,7 +225,7 @@ def test_unclear_heads_are_refused():
         replace_head(transformers.BertModel(config), 3)
     with pytest.raises(CheckpointError, match="has no Linear and no convolution to replace"):
         replace_head(nn.ReLU(), 3)
-    with pytest.raises(CheckpointError, match=r"1 is a BatchNorm2d, not a Linear or Conv2d: name='1' cannot"):
+    with pytest.raises(CheckpointError, match=r"1 is a BatchNorm2d, not a Linear or a convolution: name='1' cannot"):
         replace_head(small(), 3, name="1")
     with pytest.raises(ValueError, match="num_classes must be a whole number >= 1, got 0"):
         replace_head(small(), 0)

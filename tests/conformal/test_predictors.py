@@ -297,6 +297,20 @@ def test_a_group_without_calibration_rows_has_all_classes_and_values():
     assert made[1].isfinite().all()
 
 
+def test_the_coverage_of_intervals_is_that_of_their_ends():
+    def groups(x):
+        return (x > 0).long()
+
+    x, noise = torch.linspace(-1, 1, 200), torch.randn(400, generator=torch.Generator().manual_seed(0))
+    conformal = ConformalRegressor(nn.Identity(), [(x, x + noise[:200])], alpha=0.2, groups=groups)
+    truth = (x + noise[200:]).view(-1, 1)
+    lower, upper = conformal.predict(x).unbind(1)
+    held = (lower <= truth[:, 0]) & (truth[:, 0] <= upper)
+    found = conformal.coverage([(x[:50], truth[:50]), (x[50:], truth[50:])])
+    assert found == pytest.approx({int(side): float(held[groups(x) == side].float().mean()) for side in (0, 1)})
+    assert 0.6 < min(found.values()) < 1
+
+
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_prediction_waits_for_nothing(settings):
     conformal = ConformalClassifier(_seeded(Net), _loader(), **settings)

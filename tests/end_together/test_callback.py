@@ -342,6 +342,10 @@ def test_what_is_left_out_is_said_once(tmp_path, monkeypatch):
         assert lines[number:] == [f"EndTogether: an epoch of training ends with the fewest batches, {words}"]
     run(tmp_path / "equal", [EndTogether()], make("stream", (4, 4)))
     assert len((tmp_path / "said by 0").read_text().splitlines()) == 2
+    run(tmp_path / "none", [EndTogether()], make("stream", (4, 0)))
+    last = (tmp_path / "said by 0").read_text().splitlines()[2:]
+    assert len(last) == 1
+    assert last[0].endswith("Nothing is left: give the data at least as many shards as ranks times workers.")
 
 
 def test_a_second_fit_and_new_loaders_in_each_epoch(tmp_path):

@@ -186,13 +186,26 @@ def test_cycles_on_a_stream_take_the_remedy_of_their_error(kind):
     assert ensemble.n_members == 2
 
 
+class _Wrapped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.loss = nn.CrossEntropyLoss(ignore_index=255)
+
+    def forward(self, scores, target):
+        return self.loss(scores, target)
+
+
+IGNORING = [nn.CrossEntropyLoss(ignore_index=255), _Wrapped(), partial(nn.functional.cross_entropy, ignore_index=255)]
+
+
+@pytest.mark.parametrize("criterion", IGNORING, ids=["module", "wrapped", "function"])
 @pytest.mark.parametrize("kind", [VotingClassifier, GradientBoostingClassifier, SoftGradientBoostingClassifier])
-def test_rows_that_are_ignored_and_labels_of_any_whole_numbers(kind):
+def test_rows_that_are_ignored_and_labels_of_any_whole_numbers(kind, criterion):
     x, y = (tensor[:48] for tensor in digits()[0].tensors)
     ignored = y.where(torch.arange(48) % 3 > 0, 255)
     ignored[:16] = 255  # a batch of nothing else
     loader = DataLoader(TensorDataset(x, ignored.byte()), 16)
-    ensemble = kind(MLP, 2, criterion=nn.CrossEntropyLoss(ignore_index=255), seed=0)
+    ensemble = kind(MLP, 2, criterion=criterion, seed=0)
     trainer = fit(ensemble, DataLoader(TensorDataset(x, y.byte()), 16), loader, max_epochs=4)
     counted = ignored != 255
     probabilities = ensemble.predict(x)[counted]
@@ -201,6 +214,20 @@ def test_rows_that_are_ignored_and_labels_of_any_whole_numbers(kind):
     logged = [trainer.callback_metrics[key].item() for key in ("val/acc", "val/loss")]
     assert [share / 100, loss] == pytest.approx(expected, rel=1e-4)
     assert logged == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("use_reduction_sum", [False, True])
+@pytest.mark.parametrize("kind", [GradientBoostingClassifier, SoftGradientBoostingClassifier])
+def test_boosted_members_are_not_fitted_to_ignored_rows(kind, use_reduction_sum):
+    x, y = (tensor[:48] for tensor in digits()[0].tensors)
+    ignored, scores = torch.arange(48) % 3 == 0, []
+    ignored[:16] = True  # a batch of nothing else
+    for values in (x, x.where(~ignored.unsqueeze(1), -x)):
+        ensemble = kind(MLP, 2, use_reduction_sum=use_reduction_sum, seed=0)
+        fit(ensemble, DataLoader(TensorDataset(values, y.where(~ignored, -100)), 16), max_epochs=2)
+        scores.append(ensemble.predict(x))
+    assert torch.equal(*scores)
+    assert scores[0].isfinite().all()
 
 
 @pytest.mark.parametrize("kind", [GradientBoostingClassifier, SnapshotEnsembleClassifier, FastGeometricClassifier])

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+import transformers
 from lightning.pytorch import LightningModule
 from packaging.version import Version
 from torch import nn
@@ -637,3 +638,19 @@ def test_scales_of_single_layers(tmp_path):
     save_adapter(plain, tmp_path / "again")
     load_adapter(other := seeded(linear), tmp_path / "again")
     assert torch.equal(outputs(other, torch.ones(5, 6)), outputs(plain, torch.ones(5, 6)))
+
+
+@cases("projection, words", ("out_proj", "peft refuses it in models of the type mamba"), ("in_proj", None))
+def test_what_peft_refuses_in_mamba_is_named(projection, words, tmp_path):
+    def make():
+        sizes = {"vocab_size": 16, "hidden_size": 8, "state_size": 4, "num_hidden_layers": 1}
+        return transformers.MambaModel(transformers.MambaConfig(**sizes))
+
+    with recorded_warnings() as caught:
+        save_adapter(adapted(make, target_modules=f"*.{projection}", modules_to_save=()), tmp_path)
+    assert [words in str(warning.message) for warning in caught] == [True] * bool(words)
+    if words:
+        with pytest.raises(ValueError, match="is incompatible with Mamba-based models"):
+            read_with_peft(seeded(make), tmp_path)
+    else:
+        read_with_peft(seeded(make), tmp_path)

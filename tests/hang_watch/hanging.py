@@ -26,7 +26,7 @@ class Stands(EvaluatedNet):
             time.sleep(1000)
         if batch_idx == 3 and self.kind == "holds the lock":
             ctypes.PyDLL(None).sleep(1000)  # which does not release it
-        if batch_idx == 3 and self.kind == "ends" and is_second:
+        if batch_idx == 3 and self.kind in ("ends", "stops") and is_second:
             self.trainer.should_stop = True
         if batch_idx == 3 and self.kind == "skip" and is_second:
             return None

@@ -76,6 +76,13 @@ def test_a_rank_that_does_something_else(kind, words, tmp_path, capsys):
     assert [text for text in words if text not in said] == []
 
 
+def test_a_rank_that_is_told_to_stop_alone_needs_no_other_loaders(tmp_path, capsys):
+    hang("stops", tmp_path / "hang")
+    said = said_of(tmp_path / "hang", capsys)
+    assert "trainer.should_stop is set on rank 1 alone: set it on all ranks" in said
+    assert "EndTogether" not in said
+
+
 def test_a_rank_whose_fit_has_ended(tmp_path, capsys):
     hang("ends", tmp_path / "hang", ranks=1)
     said = said_of(tmp_path / "hang", capsys)

@@ -18,7 +18,7 @@ from tests.small import QUIET, Hooks, Net, cases, digits, loader, same
 
 pytestmark = pytest.mark.oldest
 
-_SGD = OptimizerSpec("SGD", lr=0.1)
+_SGD = OptimizerSpec("SGD", lr=0.1, weight_decay=0.01)
 
 
 class _Scheduled(Net):

@@ -507,12 +507,13 @@ def test_says_which_optimizer_steps_what(lightning_log):
     build_optimizer(Small(), SPEC)
     said = [message for _, message in lightning_log]
     assert any(
-        "Muon with 1 parameter groups: Muon (4,096 values). It steps 8 parameters: blocks.0." in one for one in said
+        "Muon with 1 parameter group: Muon (4,096 values). It steps 8 parameters: blocks.0." in one for one in said
     )
     assert any(
-        "8 parameters that `only` names and that are no matrices go to `rest`: blocks.0.self_attn" in m for m in said
+        "8 parameters that `only` names and that are not 2-D go to `rest`: blocks.0.self_attn" in m for m in said
     ) or any(
-        "4 parameters that `only` names and that are no matrices go to `rest`: blocks.0.norm1.weight" in m for m in said
+        "4 parameters that `only` names and that are not 2-D go to `rest`: blocks.0.norm1.weight (16)" in m
+        for m in said
     )
     assert any(
         "AdamW with 2 parameter groups: " in one and "It steps 20 parameters: embedding.weight" in one for one in said
@@ -530,7 +531,7 @@ def test_says_which_optimizer_steps_what(lightning_log):
     ({"only": ["blocks.*"]}, r"20 trainable .*would have no optimizer.*only=\['blocks.\*'\]: embedding"),
     (
         {"only": ["*.bias"], "rest": OptimizerSpec()},
-        r"Muon has nothing to step: only=\['\*.bias'\] holds no trainable mat",
+        r"Muon has nothing to step: only=\['\*.bias'\] holds no trainable 2-D weights, all it takes: embedding.bias",
     ),
     (
         {"only": ["*"], "rest": OptimizerSpec("SGD", only=["*"], rest=OptimizerSpec())},
@@ -548,6 +549,21 @@ def test_says_which_optimizer_steps_what(lightning_log):
 def test_a_model_refuses_a_spec(spec, words):
     with pytest.raises(ValueError, match=words):
         build_optimizer(Small(), OptimizerSpec("Muon", lr=0.02, **spec))
+
+
+@pytest.mark.skipif(not HAS_MUON, reason="torch 2.9 has Muon")
+def test_says_where_convolutions_and_tied_weights_go(lightning_log):
+    """Muon takes 2-D weights; the embedding is stepped by the optimizer that names the layer that shares it."""
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Embedding(8, 4), nn.Linear(4, 8, bias=False))
+    net[2].weight = net[1].weight
+    with pytest.raises(ValueError, match=r"no trainable 2-D weights, all it takes: 0.weight \(2x1x3x3\) is for rest"):
+        build_optimizer(net, OptimizerSpec("Muon", only=["0.weight"], rest=OptimizerSpec()))
+    build_optimizer(net, OptimizerSpec("Muon", only=["2.weight"], rest=OptimizerSpec()))
+    assert any("It steps 1 parameter: 1.weight = 2.weight." in message for _, message in lightning_log)
+    assert {spec.decay for spec in (OptimizerSpec("Muon", only=["*"]), OptimizerSpec("Muon", weight_decay=0))} == {
+        0.1,
+        0,
+    }
 
 
 @pytest.mark.skipif(not HAS_MUON, reason="torch 2.9 has Muon")

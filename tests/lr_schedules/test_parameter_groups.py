@@ -135,6 +135,8 @@ def test_nothing_trainable_is_refused():
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "RMSprop", "Adagrad", "NAdam", "Adafactor", "LBFGS", "Rprop"])
 def test_every_optimizer_of_torch(name):
-    spec = OptimizerSpec(name, weight_decay=0 if name in ("LBFGS", "Rprop") else 0.01, no_decay=())
+    spec = OptimizerSpec(name, no_decay=())
     optimizer = build_optimizer(nn.Linear(2, 2), spec)
     assert type(optimizer) is getattr(torch.optim, name)
+    own = type(optimizer)([nn.Parameter(torch.ones(2, 2))]).param_groups[0]
+    assert all(group.get("weight_decay") == own.get("weight_decay") for group in optimizer.param_groups)

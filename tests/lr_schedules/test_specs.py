@@ -33,7 +33,7 @@ def test_a_spec_keeps_milestones_that_its_caller_changes():
     ({"lr": 0}, ValueError, "lr must be a number > 0.*got 0"),
     ({"lr": "0.1"}, TypeError, "lr must be a number.*'0.1'"),
     ({"weight_decay": -1}, ValueError, "weight_decay must be a finite number >= 0, got -1"),
-    ({"name": "LBFGS"}, ValueError, "LBFGS has no weight decay: set weight_decay=0, got 0.01"),
+    ({"name": "LBFGS", "weight_decay": 0.01}, ValueError, "LBFGS has no weight decay: leave out weight_decay=0.01"),
     ({"layer_decay": 0}, ValueError, "layer_decay must be a number > 0 and <= 1, got 0"),
     ({"layer_decay": 1.5}, ValueError, "layer_decay must be a number > 0 and <= 1, got 1.5"),
     ({"kwargs": {"momentun": 0.9}, "name": "SGD"}, ValueError, "no 'momentun'.*Did you mean 'momentum'"),

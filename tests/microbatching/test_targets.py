@@ -87,7 +87,7 @@ CLIPPED = {
 @pytest.mark.parametrize(("clipped", "adam"), [("plain", True), ("Lightning clips", False), ("ours clips", False)])
 @cases(
     "size, memory, batch_size, accumulated",
-    (99, None, 3, 4),
+    ("whole", None, 3, 4),
     (2, None, 3, 4),
     (5, None, 12, 1),
     (None, None, 3, 4),
@@ -106,6 +106,17 @@ def test_a_window_trains_as_one_batch(size, memory, batch_size, accumulated, ada
     assert difference(whole, parts) < 1e-12
     if memory is None:  # after the last backward pass of a window the gradients are right already
         assert parts.norms[accumulated - 1] == pytest.approx(whole.norms[0], rel=1e-12)
+
+
+def test_whole_batches_are_not_said_to_be_cut(lightning_log):
+    fit(Tokens(), sentences(), 3, microbatching := Microbatching("whole", count="labels"), accumulate_grad_batches=4)
+    said = " ".join(message for _, message in lightning_log if "Microbatching" in message)
+    assert "leaves batches whole, weights losses by targets" in said
+    assert "count compared with the loss in" in said
+    assert "cut" not in said
+    assert microbatching.current_size is None
+    with pytest.raises(TypeError, match="size must be a whole number"):
+        Microbatching("hole")
 
 
 def test_without_count_accumulated_means_are_others():

@@ -462,7 +462,7 @@ def test_builds_the_optimizer_and_the_schedule():
     trainer = fit(_Specified(Tricks(**_SPECS)))
     (optimizer,), (config,) = trainer.optimizers, trainer.lr_scheduler_configs
     assert type(optimizer) is torch.optim.SGD
-    assert [group["momentum"] for group in optimizer.param_groups] == [0.9, 0.9]
+    assert [group["momentum"] for group in optimizer.param_groups] == [0.9]  # one group, without decay
     assert (config.interval, config.scheduler.last_epoch) == ("step", 10)
     assert optimizer.param_groups[0]["lr"] == 0
     trainer = fit(_Specified(Tricks(optimizer=_SPECS["optimizer"])))

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint, 
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from timm.optim import Lookahead
 from torch import nn
 
 from lightning_tricks import (
@@ -174,6 +175,20 @@ def test_weights_that_are_released_later():
     fit(net, EMA(), unfreezing, (seen := Seen()).callback(), max_epochs=3)
     assert_average(net, seen)
     assert torch.equal(net.net[1].weight, before["net.1.weight"])  # frozen all the time
+
+
+class LookingAhead(Normed):
+    def configure_optimizers(self):
+        return Lookahead(super().configure_optimizers(), k=2)  # which does not call the constructor of Optimizer
+
+
+def test_a_wrapper_is_averaged_from_its_first_step(monkeypatch):
+    if hasattr(Lookahead.step, "hooked"):  # torch replaces it in the class when gradients are first set to zero
+        monkeypatch.setattr(Lookahead, "step", Lookahead.step.__wrapped__)
+    module, seen = made(LookingAhead), Seen()
+    note = Hooks(on_train_batch_end=lambda trainer, *_: seen.note(module, trainer.optimizers[0]))
+    fit(module, EMA(), note)
+    assert_average(module, seen)
 
 
 class Late(EvaluatedNet):

@@ -297,6 +297,15 @@ def test_curves_come_before_differences_and_settings_before_what_came_of_them():
     assert "<script" not in page
 
 
+def test_stages_of_a_run_differ_in_their_dashes_and_runs_in_their_colours():
+    keys = ["train/loss", "val/loss/dataloader_idx_0", "val/loss/dataloader_idx_1", "test/loss"]
+    rows = [Row("epoch", step, step, dict.fromkeys(keys, 1.0)) for step in range(2)]
+    page = comparison_page(RunRecord(rows=rows), RunRecord(rows=rows[::-1]))
+    legend = re.findall(r'class="key k(\d)(?: d(\d))?"><i></i>(.) (.*?)</span>', page)
+    assert len(legend) == len({(color, dash) for color, dash, *_ in legend}) == 8
+    assert {(color, run) for color, _, run, _ in legend} == {("0", "A"), ("1", "B")}
+
+
 def test_hostile_names_and_texts_are_escaped_and_cost_no_time(tmp_path):
     dotted, many = "a." * 50_000, [f"{EVIL}{number}.type" for number in range(2000)]
     settings = [(dotted, "1"), *((name, EVIL) for name in many), (f"scheduler {EVIL}", EVIL), ("optimizer 0", EVIL)]

@@ -228,6 +228,15 @@ def test_calibration_is_judged_by_enough_samples(samples, is_said):
     assert ("overconfident" in str(said(record_of({}, parts=parts)))) is is_said
 
 
+@pytest.mark.parametrize(("samples", "is_said"), [(300, False), (30_000, True)])
+def test_both_directions_are_told_only_beyond_what_samples_scatter(samples, is_said):
+    """One bin is off by 0.22 in one direction, and the other one by 0.08 in the other."""
+    parts = [reliability([0.48, 0.98]), matrix([[samples, 0, 0], [0, 0, 0], [0, 0, 0]])]
+    found = str(said(record_of({}, parts=parts)))
+    assert ("in some predictions and underconfident in others" in found) is is_said
+    assert ("with a standard error of" in found) is is_said
+
+
 def test_one_of_several_losses_may_rise():
     rises = [0.5 + place / 50 for place in range(100)]
     assert said(record_of({"train/g_loss": rises, "train/d_loss": FALLS}, "step")) == []

@@ -17,7 +17,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.optim import lr_scheduler as schedules
 from torch.utils.data import DataLoader
 
-from lightning_tricks import DeviceMonitor, GradientClipping, ImageLogger, RunReport
+from lightning_tricks import DeviceMonitor, GradientClipping, ImageLogger, RunReport, ValidateFirst
 from lightning_tricks._shared.report_parts import ClippedSteps, DeviceUse, Pictures
 from lightning_tricks.run_report import find_all, read_record
 from tests.run_report.test_callback import train
@@ -227,6 +227,10 @@ UNSEEN = {
     ),
     "validation after the end": (
         {"check_val_every_n_epoch": 5, "num_sanity_val_steps": 1},
+        "Validation never ran: 3 epochs with check_val_every_n_epoch=5 and val_check_interval=1.",
+    ),
+    "validation after the end, and one before the first step": (
+        {"check_val_every_n_epoch": 5, "callbacks": lambda folder: [ValidateFirst()]},
         "Validation never ran: 3 epochs with check_val_every_n_epoch=5 and val_check_interval=1.",
     ),
     "validation after the end, without a sanity check": (

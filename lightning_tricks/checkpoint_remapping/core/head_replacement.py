@@ -20,6 +20,8 @@ from lightning_tricks.checkpoint_remapping.core.errors import CheckpointError
 
 _WORDS = re.compile(r"(^|[._])(fc|head|heads|classifier|score|logits|last_linear|output|linear|predictor|\d+)([._]|$)")
 _COUNTS = ("num_classes", "num_labels")
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_LAYERS = (nn.Linear, *_CONVOLUTIONS)
 
 _Names = Mapping[nn.Module, Sequence[str]]
 
@@ -50,15 +52,15 @@ def replace_head(model: nn.Module, num_classes: int, name: str = "auto") -> nn.M
         Linear(in_features=8, out_features=10, bias=True)
     """
     check_count("num_classes", num_classes)
-    if isinstance(model, nn.Linear | nn.Conv2d):
+    if isinstance(model, _LAYERS):
         raise CheckpointError(f"the model is itself a {type(model).__name__}, in no other module: create a new one.")
     names = names_of_modules(model)
     added = {inner for _, part in added_modules(model) for inner in part.modules()}  # LoRA and adapters
     layers = [part for part in names if list(part.parameters(recurse=False)) and part not in added]
     old = _find_head(model, layers, names) if name == "auto" else model.get_submodule(name)
-    if not isinstance(old, nn.Linear | nn.Conv2d):
+    if not isinstance(old, _LAYERS):
         raise CheckpointError(
-            f"{name} is a {type(old).__name__}, not a Linear or Conv2d: name={name!r} cannot be replaced."
+            f"{name} is a {type(old).__name__}, not a Linear or a convolution: name={name!r} cannot be replaced."
         )
     if any(compiled_module(part) is old for part in model.modules()):  # what torch.compile returned calls the old one
         raise CheckpointError(f"{names[old][0]} is compiled by itself: replace it first, and then call torch.compile.")
@@ -80,7 +82,7 @@ def replace_head(model: nn.Module, num_classes: int, name: str = "auto") -> nn.M
 
 def _find_head(model: nn.Module, layers: Sequence[nn.Module], names: _Names) -> nn.Module:
     linear = [part for part in layers if isinstance(part, nn.Linear)]
-    if not linear and not any(isinstance(part, nn.Conv2d) for part in layers):
+    if not linear and not any(isinstance(part, _CONVOLUTIONS) for part in layers):
         raise CheckpointError(f"{type(model).__name__} has no Linear and no convolution to replace.")
     last = layers[-1]
     rivals = list(_rivals(layers, names))
@@ -98,10 +100,10 @@ def _find_head(model: nn.Module, layers: Sequence[nn.Module], names: _Names) -> 
 
 
 def _is_head(name: str, module: nn.Module) -> bool:
-    if isinstance(module, nn.Conv2d) and set(module.kernel_size) != {1}:
+    if isinstance(module, _CONVOLUTIONS) and set(module.kernel_size) != {1}:
         return False
     last = name.rpartition(".")[2]
-    return isinstance(module, nn.Linear | nn.Conv2d) and bool(_WORDS.search(last) or _WORDS.search(name))
+    return isinstance(module, _LAYERS) and bool(_WORDS.search(last) or _WORDS.search(name))
 
 
 def _rivals(layers: Sequence[nn.Module], names: _Names) -> Iterator[nn.Module]:
@@ -111,16 +113,20 @@ def _rivals(layers: Sequence[nn.Module], names: _Names) -> Iterator[nn.Module]:
     entries = [[part for part in entry.modules() if part in known] for each in lists for entry in each.children()]
     ends = {held[-1] for held in entries if held}
     for part, after in pairwise(layers):
-        if not isinstance(part, nn.Linear | nn.Conv2d) or not isinstance(last, nn.Linear | nn.Conv2d):
+        if not isinstance(part, _LAYERS) or not isinstance(last, _LAYERS):
             continue
         is_parallel, is_alike = _inputs(part) == _inputs(last), _outputs(part) == _outputs(last)
         is_open = _outputs(part) != _inputs(after)  # what it returns does not go into the next one
-        apart = [_differing_words(own, other, modules) for own, other in product(names[part], names[last])]
+        pairs = [*product(names[part], names[last])]
+        apart = [_differing_words(own, other, modules) for own, other in pairs]
+        parents = [(own.rpartition(".")[0], other.rpartition(".")[0]) for own, other in pairs]
+        are_of_siblings = any(all(pair) and _differing_words(*pair, modules) for pair in parents)
         both_are_words = any(all(map(_WORDS.search, words)) for words in apart if words)
         if (
             (part in ends and (is_open or (is_parallel and is_alike)))
             or (both_are_words and (is_alike or (is_parallel and is_open)))
-            or (any(apart) and is_alike and is_parallel and is_open)
+            or (any(apart) and is_parallel and is_open)
+            or (are_of_siblings and is_alike and is_open)
         ):
             yield part
 
@@ -160,7 +166,7 @@ def _count_names(owner: Any, classes: int) -> list[str]:
 def _other_layers(layers: Sequence[nn.Module], names: _Names, old: nn.Module) -> Iterator[str]:
     """Yield the layers with as many outputs as a head that do not go into the next layer."""
     for part, after in zip(layers, [*layers[1:], None], strict=True):
-        is_like_it = isinstance(part, nn.Linear | nn.Conv2d) and part is not old and _outputs(part) == _outputs(old)
+        is_like_it = isinstance(part, _LAYERS) and part is not old and _outputs(part) == _outputs(old)
         if is_like_it and (after is None or _inputs(after) != _outputs(part)):
             yield names[part][0]
 
@@ -186,16 +192,13 @@ def _outputs(module: nn.Module) -> int:
     return module.out_features if isinstance(module, nn.Linear) else module.out_channels  # type: ignore[return-value]
 
 
-def _resized(old: nn.Linear | nn.Conv2d, outputs: int) -> nn.Linear | nn.Conv2d:
-    options: Any = {"bias": old.bias is not None, "device": old.weight.device, "dtype": old.weight.dtype}
-    new: nn.Linear | nn.Conv2d
-    if isinstance(old, nn.Linear):
-        new = nn.Linear(old.in_features, outputs, **options)
-    else:
+def _resized(old: Any, outputs: int) -> nn.Module:
+    options = {"bias": old.bias is not None, "device": old.weight.device, "dtype": old.weight.dtype}
+    if not isinstance(old, nn.Linear):
         for name in ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode"):
             options[name] = getattr(old, name)
-        new = nn.Conv2d(old.in_channels, outputs, **options)
-    return new.train(old.training)
+    kind = next(kind for kind in _LAYERS if isinstance(old, kind))
+    return kind(_inputs(old), outputs, **options).train(old.training)
 
 
 def _replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:

@@ -32,6 +32,7 @@ from lightning_tricks.finetuning.core.injection import modules_by_name
 from lightning_tricks.finetuning.core.lora_layers import LoRA, LowRank, has_transposed_weight, is_transposed_linear
 from lightning_tricks.finetuning.core.transformer_blocks import reads_weights_of_its_parts
 
+_MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")  # the model types of peft's own refusal
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
@@ -221,6 +222,9 @@ def _why_not(layer: str, weight: str, modules: Mapping[str, nn.Module], changes:
         if None in parts or len({(part.rank, part.alpha) for part in parts if part}) > 1:
             return "attention that is changed only in part, or with different ranks"
         return None if layer == attention else "peft <= 0.21 adds its change twice, huggingface/peft#3774"
+    model_type = getattr(getattr(modules[""], "config", None), "model_type", None)
+    if model_type in _MAMBA and layer.rpartition(".")[2] in ("out_proj", "conv1d"):
+        return f"peft refuses it in models of the type {model_type}"
     around = modules.get(layer.rpartition(".")[0])
     if around is not None and reads_weights_of_its_parts(around):
         return f"{class_below(around).__name__} reads its weight without calling it"

@@ -30,7 +30,7 @@ class OptimizerSpec:
     Args:
         name: The class: "AdamW", "SGD", ...
         lr: Base learning rate, > 0.
-        weight_decay: >= 0; must be 0 for an optimizer that has none.
+        weight_decay: >= 0; None for the optimizer's own, such as 0 of SGD, 0.01 of AdamW and 0.1 of Muon.
         no_decay: Parameters without weight decay: "bias" (parameters of this name), "norm" (those of normalization
             layers) and patterns over qualified names.
         layer_decay: Factor of the learning rate from each layer to the one below it, in (0, 1]; None for one rate. For
@@ -59,7 +59,7 @@ class OptimizerSpec:
 
     name: str = "AdamW"
     lr: float = 1e-3
-    weight_decay: float = 0.01
+    weight_decay: float | None = None
     no_decay: Sequence[str] = ("bias", "norm")
     layer_decay: float | None = None
     groups: dict[str, dict[str, Any]] | None = None
@@ -71,8 +71,8 @@ class OptimizerSpec:
     def __post_init__(self) -> None:
         known = list(inspect.signature(self.optimizer()).parameters)
         check_number("lr", self.lr, above=0, at_most=1e9)
-        if check_not_negative("weight_decay", self.weight_decay) and "weight_decay" not in known:
-            raise ValueError(f"{self.name} has no weight decay: set weight_decay=0, got {self.weight_decay!r}.")
+        if check_not_negative("weight_decay", self.weight_decay or 0) and "weight_decay" not in known:
+            raise ValueError(f"{self.name} has no weight decay: leave out weight_decay={self.weight_decay!r}.")
         if self.layer_decay is not None:
             check_number("layer_decay", self.layer_decay, above=0, at_most=1)
         if self.fused not in (True, False, "auto"):
@@ -112,6 +112,12 @@ class OptimizerSpec:
     def takes_matrices(self) -> bool:
         """Whether the optimizer takes matrices alone."""
         return self.name in _TAKE_MATRICES
+
+    @property
+    def decay(self) -> float:
+        """The given weight decay, or the optimizer's own; 0 for one that has none."""
+        own = inspect.signature(self.optimizer()).parameters.get("weight_decay")
+        return (own.default if own else 0.0) if self.weight_decay is None else self.weight_decay
 
     def optimizer(self) -> Any:
         """Return the class.

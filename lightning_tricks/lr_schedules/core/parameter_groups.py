@@ -46,7 +46,7 @@ def groups_of_part(module: nn.Module, part: Part) -> list[dict[str, Any]]:
     known = [name for p, own in names.items() if p in part.parameters or not p.requires_grad for name in own]
     check_patterns_match([*patterns, *undecayed], known)
     norms = parameters_of_norms(module)
-    layers = layer_of_parameters(module) if spec.layer_decay is not None else {}
+    layers, decay = layer_of_parameters(module) if spec.layer_decay is not None else {}, spec.decay
 
     groups: dict[str, dict[str, Any]] = {}
     for name, parameter in module.named_parameters():
@@ -54,7 +54,7 @@ def groups_of_part(module: nn.Module, part: Part) -> list[dict[str, Any]]:
             continue
         plain = strip_compile_prefix(name)
         pattern = next((pattern.text for pattern in patterns if any(map(pattern.matches, names[parameter]))), None)
-        options: dict[str, Any] = {"lr": spec.lr, "weight_decay": spec.weight_decay}
+        options: dict[str, Any] = {"lr": spec.lr, "weight_decay": decay}
         options.update((spec.groups or {}).get(pattern or "", {}))
         exempt = (
             ("bias" in spec.no_decay and "bias" in plain.rpartition(".")[2])
@@ -78,8 +78,8 @@ class Part:
     Attributes:
         name: The name of the optimizer among several; empty if it is the only one.
         spec: The optimizer.
-        parameters: Its parameters, with their qualified names.
-        passed_on: The names of those that `only` names and the optimizer does not take: they are no matrices.
+        parameters: Its parameters, with their qualified names, "embedding.weight = head.weight" of a tied one.
+        passed_on: The names and shapes of those that `only` names and the optimizer does not take: they are not 2-D.
     """
 
     name: str
@@ -107,11 +107,11 @@ def parts_of(module: nn.Module, spec: OptimizerSpec) -> list[Part]:
         # a pattern for what is frozen is not a misspelling
         check_patterns_match(patterns, [name for own in names.values() for name in own])
         named = [p for p in left if any(pattern.matches(name) for pattern in patterns for name in names[p])]
-        own = {p: left[p] for p in named if p.ndim == 2 or not one.takes_matrices}
-        passed_on = [left[p] for p in named if p not in own]
+        own = {p: " = ".join(names[p]) for p in named if p.ndim == 2 or not one.takes_matrices}
+        passed_on = [f"{left[p]} ({format_shape(p.shape)})" for p in named if p not in own]
         if not own:
             where = f"only={[*one.only]}" if one.only else "what the others leave"
-            lacks = "matrices" if one.takes_matrices else "parameters"
+            lacks = f"2-D weights, all it takes: {list_names(passed_on)} is for rest" if passed_on else "parameters"
             raise ValueError(f"{one.name} has nothing to step: {where} holds no trainable {lacks}.")
         parts.append(Part(label if len(spec.chain) > 1 else "", one, own, passed_on))
         left = {parameter: name for parameter, name in left.items() if parameter not in own}

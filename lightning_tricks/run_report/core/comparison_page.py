@@ -152,20 +152,20 @@ def _differing(first: Mapping[str, str], second: Mapping[str, str]) -> list[tupl
 
 
 def _metric_figures(runs: Runs, names: Sequence[str]) -> list[Figure]:
-    drawn: dict[str, tuple[str, list[Line]]] = {}  # quantity -> its name and its lines
+    drawn: dict[str, tuple[str, list[Line], dict[str, int]]] = {}  # quantity -> its name, lines and kinds of dashes
     for color, (run, name) in enumerate(zip(runs, names, strict=True)):
         for parts, key in curves.metric_curves(run):
             points = curves.mean_of_noisy(run.curve(key))
             loader = f"loader {parts.loader}" if parts.loader else ""
-            label = " ".join(word for word in (name, parts.stage, loader, parts.kind) if word)
+            series = " ".join(word for word in (parts.stage, loader, parts.kind) if word)
             is_train = parts.stage == "train"
             best = None if is_train or len(points) < 2 else curves.best_point(points, curves.sign_of_better(parts.name))
-            _, lines = drawn.setdefault(parts.quantity, (parts.name, []))
-            dash = 1 if is_train else 2 if parts.loader not in ("", "0") else 0
-            lines.append(Line(label, points, color, dash=dash, best=best))
+            _, lines, dashes = drawn.setdefault(parts.quantity, (parts.name, [], {}))
+            dash = 1 if is_train else dashes.setdefault(series, (0, 2, 3)[len(dashes) % 3])
+            lines.append(Line(f"{name} {series}".rstrip(), points, color, dash=dash, best=best))
     return [
         Figure(name, line_chart(lines, may_be_log="loss" in name.lower()), lines)
-        for name, lines in drawn.values()
+        for name, lines, _ in drawn.values()
         if any(len(line.points) > 1 for line in lines)
     ]
 

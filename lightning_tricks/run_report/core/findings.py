@@ -163,16 +163,20 @@ def calibration(record: RunRecord) -> Iterator[Finding]:
         error = part.calibration_error
         matrices = [other for other in record.parts_of(ConfusionMatrix) if other.stage == part.stage]
         samples = sum(sum(row) for matrix in matrices for row in matrix.counts) or math.inf
-        if part.label != "accuracy" or not error >= max(0.05, 1.5 / math.sqrt(samples)):
+        noise = 1.5 / math.sqrt(samples)
+        if part.label != "accuracy" or not error >= max(0.05, noise):
             continue
         confidence = sum(mean * weight for mean, weight in zip(part.confidence, part.weight, strict=False))
         accuracy = sum(right * weight for right, weight in zip(part.share, part.weight, strict=False))
         word = "is overconfident" if confidence > accuracy else "is underconfident"
-        if abs(confidence - accuracy) < 0.5 * error:
+        if (gap := abs(confidence - accuracy)) < 0.5 * error:
+            if error - gap < noise:  # what differs in the other direction is no more than few samples scatter
+                continue
             word = "is overconfident in some predictions and underconfident in others"
+        scatter = f" with a standard error of {format_percent(math.sqrt(accuracy * (1 - accuracy) / samples))}"
         yield note(
             f"The model {word} in {part.stage}: its mean confidence is {format_percent(confidence)}, its accuracy "
-            f"{format_percent(accuracy)} (expected calibration error {error:.2f})."
+            f"{format_percent(accuracy)}{scatter if noise else ''} (expected calibration error {error:.2f})."
         )
 
 

@@ -263,8 +263,8 @@ class ThroughputMeter:
         self._validation_began = time.perf_counter()
 
     def end_validation(self) -> None:
-        """Add the time of the validation that ends."""
-        if self._validation_began is not None:
+        """Add the time of the validation that ends, unless it came before training, as that of ValidateFirst."""
+        if self._validation_began is not None and self._record.batches:
             self._record.validation_seconds += time.perf_counter() - self._validation_began
         self._validation_began = None
 

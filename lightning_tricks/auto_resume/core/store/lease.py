@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import secrets
 import threading
@@ -28,19 +29,22 @@ class Lease:
     """The right to write to a store: it belongs to the process with the newest of the records `owner-000001.json`.
 
     Each start creates the next record, only if it is absent, once the newest one is released, its process has exited,
-    or it has not been renewed for 30 seconds by the clock of the store. A process that was suspended and lost its lease
-    finds a newer record.
+    or it has not been renewed for 30 seconds by the clock of the store, or while this process watched. One that sends
+    what a run has left, whose process has ended, is waited for: `timeout` and 30 seconds. A process that was suspended
+    and lost its lease finds a newer record.
 
     Args:
         store: The objects.
         folder: Where the records are, such as ".auto_resume/".
         worker: The id of the process that trains.
+        timeout: Seconds that a process may send after the one that trains has ended.
     """
 
-    def __init__(self, store: ObjectStore, folder: str, worker: int) -> None:
-        self._store, self._folder, self._worker = store, folder, worker
+    def __init__(self, store: ObjectStore, folder: str, worker: int, timeout: float) -> None:
+        self._store, self._folder, self._worker, self._timeout = store, folder, worker, timeout
         self.number = 0
-        self.is_finishing = False  # sends what a run has left, and ends
+        # It sends what a run has left, and ends; the process that trains has ended.
+        self.is_finishing = self.is_alone = False
         self._loss: LeaseLostError | None = None
         self._renewed_at = time.monotonic()
         # Two threads renew: without the lock, a sign of life could be written over the record that releases.
@@ -52,11 +56,17 @@ class Lease:
         Raises:
             StoreError: If another process is the owner and shows signs of life.
         """
-        first: dict[str, Any] | None = None
-        until = time.monotonic() + 2 * SECONDS_ALIVE
+        said, seen, signs, since, until = "", (0, None), 0, 0.0, math.inf
         while True:
             number, record = self._newest()
-            if not number or self._is_over(number, record):
+            now, sign = time.monotonic(), (number, record.get("sign"))
+            if sign != seen:
+                seen, signs, since = sign, signs + 1, now
+            # The process that sends outlives the one that trains.
+            is_alone = record.get("alone") or has_exited({**record, "pid": record.get("worker")})
+            # By this clock as well: the record may be from the future, of a clock that was wrong.
+            is_over = now - since > SECONDS_ALIVE or (is_alone and now > until)
+            if not number or is_over or self._is_over(number, record):
                 if self._create(number + 1):
                     self.number, self._renewed_at = number + 1, time.monotonic()
                     # After the new one is there: without any, two starts would both take number 1.
@@ -65,21 +75,23 @@ class Lease:
                     threading.Thread(target=self._keep, name="AutoResume-lease", daemon=True).start()
                     return number
                 continue
-            owner = f"process {record.get('worker')} on {record.get('host')}"
-            # The process that sends outlives the one that trains.
-            is_finishing = record.get("finishing") or has_exited({**record, "pid": record.get("worker")})
-            if first is None:
-                first = record
-                say(
-                    f"waiting for {owner}, which sends its last checkpoint"
-                    if is_finishing
-                    else f"waiting up to {2 * SECONDS_ALIVE:g} s to see whether {owner} still runs"
+            owner, words = f"process {record.get('worker')} on {record.get('host')}", ""
+            if is_alone or record.get("finishing"):
+                until = min(until, now + self._timeout + SECONDS_ALIVE)
+                words = (
+                    f"waiting up to {self._timeout + SECONDS_ALIVE:g} s for {owner}, which sends its last checkpoint"
                 )
-            elif not is_finishing and (record.get("sign") != first.get("sign") or time.monotonic() > until):
+                words += f", by process {record.get('pid')} there: end that one to wait no longer"
+            elif signs == 1:
+                words = f"waiting up to {SECONDS_ALIVE:g} s to see whether {owner} still runs"
+            if not words or now > until:
                 raise StoreError(
                     f"{self._store.address} is in use by {owner}: two runs would overwrite each other's checkpoints. "
                     "Wait until it ends, or choose another address."
                 )
+            if words != said:
+                say(words)
+                said = words
             time.sleep(SECONDS_ALIVE / 15)
 
     def check(self) -> None:
@@ -117,7 +129,7 @@ class Lease:
             if self._loss is not None:
                 raise self._loss
             released = self._is_released.is_set()
-            record = self._record(finishing=self.is_finishing, released=released)
+            record = self._record(finishing=self.is_finishing, alone=self.is_alone, released=released)
             self._store.write(self._name(self.number), record)
             self._renewed_at = time.monotonic()
 

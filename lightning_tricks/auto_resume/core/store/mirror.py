@@ -371,7 +371,8 @@ class Mirror:
     def _remove_checkpoint(self, prefix: str, name: str, objects: Mapping[str, int]) -> None:
         start = _start(prefix, name)
         # Manifest first: what is left after a kill does not count as a checkpoint.
-        self.store.remove(sorted((each for each in objects if each.startswith(start)), key=_manifest_first))
+        own = (each for each in objects if each.startswith(start))
+        self.store.remove(sorted(own, key=lambda each: not each.endswith(MANIFEST)))
 
     def _read_record(self) -> dict[str, list[int]]:
         try:
@@ -419,10 +420,6 @@ def _of_node(start: str, file: str, digest: str) -> str:
     """Return the name of an object that another node than rank zero's sends."""
     # With its SHA-256: what a process of an earlier start still sends, as it has no lease, is never taken for it.
     return f"{start}{file}.{digest}"
-
-
-def _manifest_first(name: str) -> bool:
-    return not name.endswith(MANIFEST)
 
 
 def _is_below(name: str) -> bool:

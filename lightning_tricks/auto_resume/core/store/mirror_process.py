@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -194,10 +195,16 @@ def _fsspec_config() -> dict[str, Any]:
     return {}
 
 
-def _serve(orders: IO[str], answers: IO[str]) -> None:
-    """Open the store, say so, and send whenever a line comes, until the orders end."""
+def _serve(orders: IO[str], answers: IO[str]) -> int:
+    """Open the store, say so, and send whenever a line comes, until the orders end; return the exit status."""
     parent, order = os.getppid(), json.loads(orders.readline())
-    is_asked, has_ended, is_open = threading.Event(), threading.Event(), threading.Event()
+    is_asked, is_open, until = threading.Event(), threading.Event(), math.inf
+
+    def finish() -> None:
+        nonlocal until
+        if not lease.is_finishing:
+            lease.is_finishing, until = True, time.monotonic() + order["timeout"]
+        is_asked.set()
 
     def read_orders() -> None:
         with orders:
@@ -205,17 +212,26 @@ def _serve(orders: IO[str], answers: IO[str]) -> None:
                 if line == "end\n":
                     break
                 is_asked.set()
-        if not is_open.is_set() and os.getppid() != parent:
-            os._exit(0)  # the run was killed before it began
-        has_ended.set()
-        is_asked.set()
+        finish()
+
+    def watch_parent() -> None:
+        # By a thread, as a request that hangs does not return. The parent is another process when the one that trains
+        # has ended, whose forked workers may hold the pipe open.
+        while os.getppid() == parent:
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+        if is_open.is_set():
+            lease.is_alone = True
+            finish()
+            time.sleep(order["timeout"])
+        os._exit(1)  # nobody is left who would kill it
 
     def answer(**values: str) -> None:
         with suppress(OSError):
             answers.write(json.dumps(values) + "\n")
             answers.flush()
 
-    threading.Thread(target=read_orders, name="AutoResume-orders", daemon=True).start()
+    if order["worker"] != os.getpid():
+        threading.Thread(target=watch_parent, name="AutoResume-parent", daemon=True).start()
     with answers:
         try:
             with suppress(ImportError):
@@ -223,7 +239,7 @@ def _serve(orders: IO[str], answers: IO[str]) -> None:
 
                 conf.update(order["config"])
             mirror, is_again, problem = Mirror(order["address"], Path(order["scratch"])), order["is_again"], ""
-            lease = Lease(mirror.store, f"{PRIVATE_DIR}/", order["worker"])
+            lease = Lease(mirror.store, f"{PRIVATE_DIR}/", order["worker"], order["timeout"])
             if order["is_part"] or order["only"]:
                 problem = mirror.open_part(order["only"], is_again=is_again)
             else:
@@ -232,38 +248,28 @@ def _serve(orders: IO[str], answers: IO[str]) -> None:
                     mirror.send(order["keep"], lease, lambda _: True)
             if problem or (order["only"] and not order["is_part"]):
                 answer(problem=problem)
-                return
+                return 0
         except Exception as error:  # of one of fsspec's many libraries, or the disk
             if isinstance(error, LeaseLostError):
                 mirror.note(problem=str(error), lost=True, attempt=1)
             answer(problem=str(error) if isinstance(error, OSError) else describe_error(error))
-            return
+            return 0
         is_open.set()
         answer(problem="")
-    attempt, left, until = 0, _LAST_ATTEMPTS, math.inf
-
-    def is_finishing() -> bool:
-        nonlocal until
-        # The parent is another process when the one that trains has ended; the pipe stays open while a forked worker
-        # holds it.
-        is_alone = os.getppid() != parent  # workers of a killed run hide its end
-        if not lease.is_finishing and (is_alone or has_ended.is_set()):
-            lease.is_finishing, until = True, time.monotonic() + order["timeout"]
-            if is_alone:
-                # Nobody is left who would kill it.
-                threading.Timer(order["timeout"], os._exit, [1]).start()
-        return lease.is_finishing
+    threading.Thread(target=read_orders, name="AutoResume-orders", daemon=True).start()
+    attempt, left, status = 0, _LAST_ATTEMPTS, 0
 
     def gives_up(has_newer: bool) -> bool:
         mirror.note(attempt=attempt + 1, problem="", lost=False)  # more may be asked for while it waits
-        return (has_newer and is_asked.is_set()) or (is_finishing() and time.monotonic() > until)
+        return (has_newer and is_asked.is_set()) or time.monotonic() > until
 
     while left:
         is_asked.wait(SECONDS_BETWEEN_LOOKS)
-        left -= is_finishing()
+        is_last = lease.is_finishing  # before it sends: what is saved meanwhile is for another attempt
+        left -= is_last
         try:
             lease.check()
-            if not lease.is_finishing and not is_asked.is_set():
+            if not is_last and not is_asked.is_set():
                 continue
             is_asked.clear()
             if order["is_part"]:
@@ -273,20 +279,27 @@ def _serve(orders: IO[str], answers: IO[str]) -> None:
             problem, is_lost = "", False
         except Exception as error:
             problem, is_lost = str(error), isinstance(error, LeaseLostError)
-        attempt += 1
-        mirror.note(problem=problem, lost=is_lost, attempt=attempt)
+        attempt, status = attempt + 1, 1  # which is all that a process hears whose disk takes no note
+        with suppress(OSError):
+            mirror.note(problem=problem, lost=is_lost, attempt=attempt)
+            status = 0
         if is_lost:
-            return
-        if lease.is_finishing and (not problem or (order["nodes"] > 1 and time.monotonic() > until)):
+            return status
+        if is_last and (not problem or (order["nodes"] > 1 and time.monotonic() > until)):
             break
     with suppress(Exception):  # it is released as well when this process has exited
         if not order["is_part"]:
             lease.release()
+    return status
 
 
 if __name__ == "__main__":
     for _number in (signal.SIGINT, signal.SIGTERM, *_SCHEDULERS_SIGNALS):
         # Slurm signals all processes of a job step, also this one, which has the last save to send.
         signal.signal(_number, signal.SIG_IGN)  # it ends with the run
-    _serve(sys.stdin, sys.stdout)
-    os._exit(0)  # connections that are still open do no harm
+    _status = 1
+    try:
+        _status = _serve(sys.stdin, sys.stdout)
+    except Exception:
+        traceback.print_exc()  # into the file of the log
+    os._exit(_status)  # connections that are still open do no harm
