@@ -6,7 +6,8 @@ import inspect
 import math
 from collections import defaultdict
 from collections.abc import Iterable
-from functools import partial
+from contextlib import suppress
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import numpy as np
@@ -347,14 +348,12 @@ class ClassifierEnsemble(CombinedPrediction):
         return None if ignored is None or target.is_floating_point() else target != ignored
 
     @property
-    def _ignore_index(self) -> int | None:
+    def _ignore_index(self) -> Any:
         """The class whose rows the criterion ignores: its own, that of a loss within it, or a function's default."""
         criterion: Any = self.criterion
-        for part in criterion.modules() if isinstance(criterion, nn.Module) else [criterion]:
-            if hasattr(part, "ignore_index"):
-                return cast(int, part.ignore_index)
-        parameter = inspect.signature(criterion).parameters.get("ignore_index")
-        return None if parameter is None else parameter.default
+        if isinstance(criterion, nn.Module):
+            return next((part.ignore_index for part in criterion.modules() if hasattr(part, "ignore_index")), None)
+        return _ignored_by(criterion)
 
     def check_batch(self, outputs: Tensor, targets: Tensor, stage: str) -> None:
         """Refuse one output, and classes that there are not."""
@@ -460,3 +459,12 @@ class RegressorEnsemble(CombinedPrediction):
 
 def _read_count(buffer: str, attribute: str, ensemble: Any, keys: Any) -> None:
     setattr(ensemble, attribute, int(getattr(ensemble, buffer)))
+
+
+@lru_cache
+def _ignored_by(loss: Any) -> Any:
+    """Return the default of a function's `ignore_index`; None if it has none, or no signature, as functions in C."""
+    with suppress(ValueError):
+        parameter = inspect.signature(loss).parameters.get("ignore_index")
+        return parameter.default if parameter else None
+    return None

@@ -294,7 +294,8 @@ def _wholes(wholes: Mapping[str, Shape], others: Mapping[str, Shape]) -> Iterato
     alike: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for name, shape in others.items():
         parent, _, leaf = _divided(name)
-        alike[(len(shape), leaf, *LIST_NUMBER.findall(parent))].append(name)
+        place = (len(shape), leaf, *LIST_NUMBER.findall(parent))
+        alike[place].append(name)
     for whole, shape in islice(wholes.items(), 128 * _MOST_TRIED):
         parent, layer, leaf = _divided(whole)
         names = alike.get((len(shape) or None, leaf, *LIST_NUMBER.findall(parent)), [])[: 8 * _MOST_TRIED]
