@@ -217,8 +217,7 @@ class Side:
     def trunk(self) -> Parts | None:
         """The path of the list with the most elements, if nobody counts it from its end; None if there is none.
 
-        Two lists with a block of the same shapes may be each other's. A list of convolutions behind another one may be
-        a decoder's, which projects count from the finest or from the coarsest.
+        Two lists with a block of the same shapes may be each other's.
         """
         lists: dict[Parts, list[Layer]] = defaultdict(list)
         for layer in self.branches[()]:
@@ -230,29 +229,12 @@ class Side:
         if not lists:
             return None
         trunk = max(lists, key=lambda path: sum(math.prod(size) for layer in lists[path] for _, size in layer.sizes))
-        layers, blocks = lists.pop(trunk), self._blocks(trunk)
-        # The decoder of a UNet may be the larger list; the encoder is registered before it.
-        before = [path for path, other in lists.items() if not self.ordered or other[0].position < layers[0].position]
-        is_convolutional = self.ordered is not None and _has_kernels(layers)
-        may_be_decoder = is_convolutional and any(map(self._holds_convolutional_blocks, before))
-        return None if may_be_decoder or any(blocks & self._blocks(path) for path in lists) else trunk
-
-    def _holds_convolutional_blocks(self, container: Parts) -> bool:
-        """Whether two numbered parts of a container hold several convolutions each, unlike those of a stem."""
-        return sum(sum(_has_kernels([layer]) for layer in part) > 1 for part in self._parts(container)) > 1
+        return trunk if all(self._blocks(trunk).isdisjoint(self._blocks(path)) for path in {*lists} - {trunk}) else None
 
     def _blocks(self, container: Parts) -> set[object]:
         """Return the sizes in each numbered part of a container."""
-        return {frozenset(Counter(layer.signature for layer in part).items()) for part in self._parts(container)}
-
-    def _parts(self, container: Parts) -> list[list[Layer]]:
-        """Return the layers in each numbered part of a container."""
-        branches = {(*container, number) for number in self._numbered(container)}
-        return [self.branches[path] for path in branches]
-
-
-def _has_kernels(layers: list[Layer]) -> bool:
-    return any(len(size) > 2 for layer in layers for _, size in layer.sizes)
+        parts = {(*container, number) for number in self._numbered(container)}
+        return {frozenset(Counter(layer.signature for layer in self.branches[part]).items()) for part in parts}
 
 
 def _component(container: Parts) -> Parts:
