@@ -60,6 +60,14 @@ def evaluation_loaders(trainer: Trainer) -> list[Any]:
     return list(trainer._evaluation_loop._combined_loader.flattened)  # type: ignore[union-attr]
 
 
+@needs_private("RunFingerprint on several ranks")
+def fit_loaders(trainer: Trainer) -> dict[str, list[Any]]:
+    """Return the training and validation loaders of the fit that has begun."""
+    loops: dict[str, Any] = {"training": trainer.fit_loop, "validation": trainer.fit_loop.epoch_loop.val_loop}
+    combined = {name: loop._combined_loader for name, loop in loops.items()}
+    return {name: list(loaders.flattened) for name, loaders in combined.items() if loaders is not None}
+
+
 @needs_private("MetricsMonitor with multiple loaders")
 def evaluation_loader_names(trainer: Trainer) -> list[str]:
     """Return the names of the loaders of the validation or test that runs, if they were given as a dict."""

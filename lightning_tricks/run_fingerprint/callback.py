@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from lightning_tricks._callback import TrickCallback
 from lightning_tricks._lightning_compat.ddp import equal_on_ranks
 from lightning_tricks._lightning_compat.flavor import LightningModule, MisconfigurationException, Trainer
+from lightning_tricks._lightning_compat.loaders import fit_loaders
 from lightning_tricks._lightning_compat.trainer import callbacks_of, is_fast_dev_run
 from lightning_tricks._shared.checks import SENT_BY_AUTO_RESUME, check_choice, check_count, check_path
 from lightning_tricks._shared.files import find_write_problem
@@ -144,7 +145,7 @@ class RunFingerprint(TrickCallback):
             recorder.writer.start_file(record)
             self.say(f"records each {self.detail} in {path}")
             if record is None:
-                recorder.record_initial_weights(trainer.global_step, trainer.current_epoch)
+                recorder.record_initial_weights(trainer.global_step, trainer.current_epoch, fit_loaders(trainer))
 
     def _find(self, header: RecordHeader) -> tuple[int | None, int, FingerprintRecord | None]:
         """Find the rows of this run that a resumed fit continues.

@@ -35,7 +35,7 @@ def verify(lab: Lab, setting: Setting, callback: type = RunFingerprint) -> None:
     assert (equal.divergence, equal.equal_batches) == (None, 20)
     if setting.ranks > 1:
         weights = 0 if setting.sharded else 11
-        assert compare_ranks(records["first"]).compared == {"data": 10, "rate": 10, "replicated": weights}
+        assert compare_ranks(records["first"]).compared == {"data": 10, "rate": 10, "replicated": weights, "dataset": 1}
     divergence = compare(records["first"], records["flipped"]).divergence
     assert (divergence.epoch, divergence.batch_idx, divergence.kind) == (1, 3, "forward")
     assert divergence.rank == (0 if setting.sharded else setting.ranks - 1)  # shards are gathered on all

@@ -12,12 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import LightningDataModule, Trainer, seed_everything
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed import HashStore
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, random_split
 
 from lightning_tricks import AutoResume, RunFingerprint, RunReport
 from lightning_tricks.cli import main
@@ -116,6 +116,42 @@ def test_the_same_data_on_both_ranks(tmp_path, capsys, detail):
     assert [line[: len(expected)] for line in said] == [expected]
 
 
+class Validated(Net):
+    def validation_step(self, batch, batch_idx):
+        self.net(batch[0])
+
+
+class Divided(LightningDataModule):
+    """Is split by each rank itself, by a seed of its own or by one of all."""
+
+    def __init__(self, seeds, as_rows=False):
+        super().__init__()
+        self.seeds, self.as_rows = seeds, as_rows
+
+    def setup(self, stage):
+        generator = torch.Generator().manual_seed(self.seeds[self.trainer.global_rank])
+        self.parts = random_split(digits(128), [96, 32], generator)
+        if self.as_rows:
+            self.parts = [[part[place] for place in range(len(part))] for part in self.parts]
+
+    def train_dataloader(self):
+        return DataLoader(self.parts[0], 4, shuffle=True)
+
+    def val_dataloader(self):
+        return DataLoader(self.parts[1], 4)
+
+
+@pytest.mark.filterwarnings(WARNED)
+@pytest.mark.parametrize("as_rows", [False, True])
+def test_data_that_each_rank_has_split_by_its_own_seed(tmp_path, capsys, as_rows):
+    """Rows that one rank trains on are those that the other one validates with."""
+    said = found_in(tmp_path, net=Validated, data=Divided((1, 2), as_rows), max_epochs=1)
+    assert said == same_in_the_files(tmp_path, capsys)
+    assert [line.partition(".")[0] for line in said] == [
+        "The data of rank 1 differ from those of rank 0: training, validation"
+    ]
+
+
 def test_a_finding_is_a_warning_at_once(tmp_path):
     """Warnings are errors here, and rank zero raises them."""
     words = r"RunFingerprint: The weights of rank 1 differ .* after step 5 \(epoch 0, batch 5\)"
@@ -176,6 +212,8 @@ HEALTHY = {
     "a few batches again and again": {"data": DataLoader(few(), 2), "max_epochs": 1, "use_distributed_sampler": False},
     "accumulation with a tail": {"accumulate_grad_batches": 3},
     "manual optimization": {"net": lambda: Net(optimization="manual")},
+    "data that each rank splits by one seed": {"net": Validated, "data": Divided((1, 1))},
+    "rows that each rank splits by one seed": {"net": Validated, "data": Divided((1, 1), as_rows=True)},
     "every third step": {"fingerprint": {"every_n_train_steps": 3}},
 }
 
@@ -199,7 +237,12 @@ def test_no_alarm_where_weights_are_shards(tmp_path):
         assert not watch._found
 
     fork(train, 2)
-    assert compare_ranks(read_ranks(tmp_path / "run.jsonl")).compared == {"data": 32, "rate": 32, "replicated": 0}
+    assert compare_ranks(read_ranks(tmp_path / "run.jsonl")).compared == {
+        "data": 32,
+        "rate": 32,
+        "replicated": 0,
+        "dataset": 1,
+    }
 
 
 def test_no_alarm_where_ranks_train_tensors_in_parallel(tmp_path):
@@ -353,7 +396,7 @@ def test_the_store_is_left_empty(monkeypatch, pieces):
     exchanges[1].finish()
     assert store.num_keys() == 1
     exchanges[0].finish()
-    assert exchanges[0].compared == {"data": 120, "rate": 120, "replicated": 120}
+    assert exchanges[0].compared == {"data": 120, "rate": 120, "replicated": 120, "dataset": 0}
     assert (exchanges[0].found, store.num_keys()) == ({}, 1)
 
 
@@ -391,7 +434,7 @@ def test_two_runs_are_compared_rank_by_rank_and_rates_are_named(tmp_path, capsys
     assert "at step 6, in epoch 0, batch 6 on rank 1: rate." in capsys.readouterr().out
     assert main(["fingerprint", "ranks", str(tmp_path / "a"), "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out).values()
-    assert found == {"found": {}, "compared": {"data": 32, "rate": 32, "replicated": 33}}
+    assert found == {"found": {}, "compared": {"data": 32, "rate": 32, "replicated": 33, "dataset": 1}}
     cut = tmp_path / "b" / "run.rank1.jsonl"
     cut.write_text(cut.read_text().partition("\n")[0] + "\n")
     for command in (["ranks", str(tmp_path / "b")], ["diff", str(tmp_path / "b" / "run.jsonl"), str(cut)]):

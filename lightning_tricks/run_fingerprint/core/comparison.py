@@ -24,6 +24,7 @@ _STAGES = {
         "{} differs",
         "Look at the seed, at what is created before it is set, and at the checkpoint that was loaded.",
     ),
+    "dataset": ("The data differ", "The {} data differ", "Look at the seed with which they are split."),
     "data": (
         "The batch differs",
         "Part {} of the batch differs",
@@ -60,7 +61,8 @@ class Divergence:
         epoch: The batch's epoch.
         batch_idx: The batch's index in the epoch; -1 for the initial weights of the runs.
         rank: The rank that recorded the difference.
-        kind: "start" (the weights before the first batch), "data", "forward", "rate", "gradient" or "update".
+        kind: "dataset", "start" (the weights before the first batch), "data", "forward", "rate", "gradient" or
+            "update".
         layer: The first layer with a different output, or the first different parameter or part of the batch, or
             "loss"; None if the runs were recorded with `detail="step"`. For gradients, the one nearest to the loss, as
             they are computed backward from it.
@@ -249,7 +251,7 @@ def _first_difference(
     return _diverges_at(
         row,
         rank,
-        "start" if row.batch_idx < 0 else _STAGE_OF_COLUMN.get(first.kind, first.kind),
+        "start" if row.batch_idx < 0 and first.kind in _WEIGHTS else _STAGE_OF_COLUMN.get(first.kind, first.kind),
         layer=first.name or ("loss" if first.kind == "loss" and by_layer else None),
         call=first.call,
         num_differing=len(differing),

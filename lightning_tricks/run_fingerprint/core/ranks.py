@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.utils.data import DistributedSampler, Subset, TensorDataset
 
 from lightning_tricks._shared.text import list_names
 from lightning_tricks.run_fingerprint.core import record as on_disk
@@ -19,6 +20,7 @@ from lightning_tricks.run_fingerprint.core.record import Column, FingerprintReco
 # Of two shuffles that are independent, one pair in 13! = 6e9 begins with the same 13 samples. Data that is constant, or
 # repeats a few batches, has no 13 different ones.
 _PROOF = 13
+_FIRST = 1000  # indices of a part of a data set
 _MOST_WAITING = 10_000  # rows of a rank that others lack
 _MOST_BYTES = 1 << 21  # sent at once: a store takes 8 MB, of text that is longer
 _AT_THE_END = timedelta(seconds=10)
@@ -27,6 +29,8 @@ _WORDS = {
     "among ranks and workers.",
     "rate": "Replicas drift apart by it: look at schedulers and callbacks that decide by a value of their own rank.",
     "replicated": "DDP keeps them equal: look at what changes weights, gradients or optimizers on single ranks.",
+    "dataset": "Lightning divides one data set among ranks. Split it alike on all of them, with one seed: or one rank "
+    "trains on what another one validates with.",
 }
 _REPEATED = "Divide an iterable data set among its workers, by torch.utils.data.get_worker_info()."
 _Row = dict[str, dict[tuple[Any, ...], int]]  # kind -> name and call -> fingerprint
@@ -40,7 +44,8 @@ class RankComparison:
 
     Attributes:
         found: Kind -> what is wrong, in sentences that name the step at which it began: "data" (ranks read the same
-            batches), "rate" (learning rates differ) or "replicated" (weights differ that DDP keeps equal).
+            batches), "rate" (learning rates differ), "replicated" (weights differ that DDP keeps equal) or "dataset"
+            (data differ that a sampler divides).
         compared: Kind -> the number of rows that were compared.
     """
 
@@ -52,7 +57,7 @@ class RankComparison:
         self._alike_from = ""
 
     def __str__(self) -> str:
-        data, rates, weights = self.compared.values()
+        data, rates, weights, _ = self.compared.values()
         counts = f"{data:,} batches, {rates:,} times the learning rates, {weights:,} times the weights"
         return "\n".join(self.found.values()) or f"No difference among {len(self._waiting)} ranks: compared {counts}."
 
@@ -99,8 +104,9 @@ def _difference(kind: str, at: str, values: Mapping[int, Mapping[Any, int]]) -> 
         return ""
     first, other = values[usual[0]], values[others[0][0]]
     names = [name for name, call in first if name and first[name, call] != other.get((name, call))]
-    what = ("learning rates", "at") if kind == "rate" else ("weights", "after")
-    said = f"The {what[0]} of {', '.join(map(_named, others))} differ from those of {_named(usual)} {what[1]} {at}"
+    whats = {"rate": ("learning rates", f" at {at}"), "replicated": ("weights", f" after {at}")}
+    what, at = whats.get(kind, ("data", ""))
+    said = f"The {what} of {', '.join(map(_named, others))} differ from those of {_named(usual)}{at}"
     return f"{said}: {list_names(names)}" if names else said
 
 
@@ -115,6 +121,23 @@ def _grouped(ranks: Iterable[int], values: Mapping[int, Any]) -> list[tuple[int,
 
 def _named(ranks: Sequence[int]) -> str:
     return f"{'ranks' if len(ranks) > 1 else 'rank'} {list_names(map(str, ranks), 8)}"
+
+
+def divided_data(loaders: Iterable[Any]) -> list[Any]:
+    """Return what ranks should have equal in the data sets that a sampler divides among them: lengths and first rows.
+
+    Nothing is asked of data sets of other types than torch's own, whose code may read files, or draw random numbers.
+    """
+    return [
+        _known(loader.dataset) for loader in loaders if isinstance(getattr(loader, "sampler", 0), DistributedSampler)
+    ]
+
+
+def _known(dataset: Any) -> list[Any]:
+    if isinstance(dataset, Subset):
+        return [np.asarray(dataset.indices[:_FIRST]), len(dataset), *_known(dataset.dataset)]
+    rows = dataset.tensors if type(dataset) is TensorDataset else [dataset] if isinstance(dataset, list) else []
+    return [len(dataset), *(row[:1] for row in rows)]
 
 
 def compare_ranks(records: Sequence[FingerprintRecord]) -> RankComparison:

@@ -21,7 +21,7 @@ from lightning_tricks._shared.read_budget import Budget, parse_json
 INTEGER = np.dtype("<i8")
 _KEY_LENGTH = 3  # numbers that identify a row: step, epoch, batch
 _FORMAT = "lightning_tricks.run_fingerprint"
-_COLUMN_KINDS = ("data", "forward", "loss", "rate", "gradient", "replicated", "weights")
+_COLUMN_KINDS = ("data", "forward", "loss", "rate", "gradient", "replicated", "dataset", "weights")
 _LONGEST_HEADER = 10_000  # characters
 
 
@@ -53,8 +53,8 @@ class Column(NamedTuple):
 
     Attributes:
         kind: "data", "forward", "loss", "gradient" or "weights"; where ranks are compared, also "rate", the learning
-            rates, and "replicated", the weights that all ranks should have.
-        name: The name of the part of the batch, of the layer or of the parameter; "" for all of them together.
+            rates, and "replicated" and "dataset", the weights and the data that all ranks should have.
+        name: The name of the part of the batch, of the layer, the parameter or the stage; "" for all of them together.
         call: 1 for the first value of that kind and name within a batch, 2 for the second, ...
     """
 

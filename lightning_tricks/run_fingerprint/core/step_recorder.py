@@ -20,7 +20,7 @@ from lightning_tricks._torch_compat.modules import compiled_module, compiles_in_
 from lightning_tricks._torch_compat.tensors import outside_transforms
 from lightning_tricks.run_fingerprint.core import record as on_disk
 from lightning_tricks.run_fingerprint.core.fingerprint import ABSENT, Condensed, Mixer, children_of, condense
-from lightning_tricks.run_fingerprint.core.ranks import RankExchange, RepeatedBatches
+from lightning_tricks.run_fingerprint.core.ranks import RankExchange, RepeatedBatches, divided_data
 from lightning_tricks.run_fingerprint.core.record import Column, FingerprintRecord, IncompleteResume, RecordHeader
 
 _ROWS = 128  # in a block
@@ -49,9 +49,12 @@ class StepRecorder:
         self._tensors = ModelTensors(self.model, self._is_replicated)
         self._outputs = LayerOutputs(self.model) if self._by_layer else None
 
-    def record_initial_weights(self, step: int, epoch: int) -> None:
-        """Record the weights before the first batch."""
+    def record_initial_weights(self, step: int, epoch: int, loaders: Mapping[str, Iterable[Any]] | None = None) -> None:
+        """Record the weights before the first batch, and what ranks divide among them."""
         self.writer.start_row(step, epoch, -1)
+        for name, divided in ((name, divided_data(own)) for name, own in (loaders or {}).items()):
+            if divided and self._is_replicated is not None:
+                self.writer.add("dataset", divided, name)
         self._add_weights()
         self.writer.end_row()
 
