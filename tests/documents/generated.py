@@ -77,6 +77,7 @@ _GROUPS = {
 }
 _SOUGHT = " ".join(_GROUPS.values()).split()
 _METHODS = (property, classmethod, staticmethod)
+_OF_A_BASE = dict.fromkeys(("ConformalClassifier", "ConformalRegressor"), "coverage")  # that has no page
 # Methods for users; what a family overrides is in the docstring of `Ensemble`
 _OF_ALL_ENSEMBLES = ("predict", "predict_uncertainty", "member_outputs", "evaluate")
 _OF_ALL_ENSEMBLES += ("from_torchensemble", "to_torchensemble")
@@ -170,7 +171,9 @@ def _reference_page(title: str, package: str, paths: list[str]) -> str:
         names = [name for name in names if name not in {*families, "Ensemble"}]
     for name in names:
         lines.append(f"::: {home[name]}")
-        if (members := _own_members(_resolve(home[name]))) is not None:
+        if shared := _OF_A_BASE.get(name):
+            lines.append(f"    options: {{inherited_members: true, members: [{shared}]}}")
+        elif (members := _own_members(_resolve(home[name]))) is not None:
             lines.append(f"    options: {{members: {_listed(members)}}}")
         lines.append("")
     if package:
