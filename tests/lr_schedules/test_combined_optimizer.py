@@ -127,7 +127,7 @@ def by_hand(module, **fused):
     ]
     kind = getattr(torch.optim, KIND)
     return [
-        kind(matrices.values(), lr=0.02, weight_decay=0.01),
+        kind(matrices.values(), lr=0.02),
         torch.optim.AdamW(groups, lr=3e-3, weight_decay=0.01, **fused),
     ]
 
