@@ -126,10 +126,7 @@ def by_hand(module, **fused):
         {"params": list(exempt.values()), "weight_decay": 0.0},
     ]
     kind = getattr(torch.optim, KIND)
-    return [
-        kind(matrices.values(), lr=0.02),
-        torch.optim.AdamW(groups, lr=3e-3, weight_decay=0.01, **fused),
-    ]
+    return [kind(matrices.values(), lr=0.02), torch.optim.AdamW(groups, lr=3e-3, weight_decay=0.01, **fused)]
 
 
 def weights(module):
