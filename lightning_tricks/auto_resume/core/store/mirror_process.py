@@ -195,6 +195,32 @@ def _fsspec_config() -> dict[str, Any]:
     return {}
 
 
+def _open(order: dict[str, Any], answer: Callable[..., None]) -> tuple[Mirror, Lease] | None:
+    """Open the store as it was ordered; None if nothing is to be sent, after an answer with the problem, if any."""
+    try:
+        with suppress(ImportError):
+            from fsspec.config import conf
+
+            conf.update(order["config"])
+        mirror, is_again, problem = Mirror(order["address"], Path(order["scratch"])), order["is_again"], ""
+        lease = Lease(mirror.store, f"{PRIVATE_DIR}/", order["worker"], order["timeout"])
+        if order["is_part"] or order["only"]:
+            problem = mirror.open_part(order["only"], is_again=is_again)
+        else:
+            mirror.open(lease, lambda sentence: answer(say=sentence), is_again=is_again)
+            if order["nodes"] > 1 and not is_again:  # the other nodes fetch what is resumed
+                mirror.send(order["keep"], lease, lambda _: True)
+    except Exception as error:  # of one of fsspec's many libraries, or the disk
+        if isinstance(error, LeaseLostError):
+            mirror.note(problem=str(error), lost=True, attempt=1)
+        answer(problem=str(error) if isinstance(error, OSError) else describe_error(error))
+        return None
+    if problem or (order["only"] and not order["is_part"]):
+        answer(problem=problem)
+        return None
+    return mirror, lease
+
+
 def _serve(orders: IO[str], answers: IO[str]) -> int:
     """Open the store, say so, and send whenever a line comes, until the orders end; return the exit status."""
     parent, order = os.getppid(), json.loads(orders.readline())
@@ -233,27 +259,10 @@ def _serve(orders: IO[str], answers: IO[str]) -> int:
     if order["worker"] != os.getpid():
         threading.Thread(target=watch_parent, name="AutoResume-parent", daemon=True).start()
     with answers:
-        try:
-            with suppress(ImportError):
-                from fsspec.config import conf
-
-                conf.update(order["config"])
-            mirror, is_again, problem = Mirror(order["address"], Path(order["scratch"])), order["is_again"], ""
-            lease = Lease(mirror.store, f"{PRIVATE_DIR}/", order["worker"], order["timeout"])
-            if order["is_part"] or order["only"]:
-                problem = mirror.open_part(order["only"], is_again=is_again)
-            else:
-                mirror.open(lease, lambda sentence: answer(say=sentence), is_again=is_again)
-                if order["nodes"] > 1 and not is_again:  # the other nodes fetch what is resumed
-                    mirror.send(order["keep"], lease, lambda _: True)
-            if problem or (order["only"] and not order["is_part"]):
-                answer(problem=problem)
-                return 0
-        except Exception as error:  # of one of fsspec's many libraries, or the disk
-            if isinstance(error, LeaseLostError):
-                mirror.note(problem=str(error), lost=True, attempt=1)
-            answer(problem=str(error) if isinstance(error, OSError) else describe_error(error))
+        opened = _open(order, answer)
+        if opened is None:
             return 0
+        mirror, lease = opened
         is_open.set()
         answer(problem="")
     threading.Thread(target=read_orders, name="AutoResume-orders", daemon=True).start()
