@@ -337,11 +337,12 @@ class LoadPlan:
         ]
         parts = found.proposals.for_parts() if missing and self.rules.search else ""
         rule = found.proposals.for_the_rest() if (missing or wrong) and not parts else None
-        proposed = [f"if one of them is another's, {in_words(rule)}"] if rule else [*filter(None, [parts])]
+        proposed = f"if one of them is another's, {in_words(rule)}" if rule else parts
         reordered = found.proposals.with_other_orders() if missing else ""
-        problems = [*filter(None, [reordered]), *proposed, *problems] if reordered or parts else [*problems, *proposed]
+        ordered = [reordered, proposed, *problems] if reordered or parts else [*problems, proposed]
+        problems = [*filter(None, ordered)]
         if not self.loaded:
-            others = "; ".join(proposed or problems[:1]) if wrong or proposed else ""
+            others = proposed or "".join(problems[:1] if wrong else [])
             others = f" {others[:1].upper()}{others[1:]}." if others else ""
             raise NothingLoadedError(f"No tensor of {self.source} fits {model}: {found.diagnosis}{others}")
         if problems:

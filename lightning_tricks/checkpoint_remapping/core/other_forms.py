@@ -30,7 +30,7 @@ class NormedWeight(NamedTuple):
     dim: int
 
 
-def find_normed(tensors: Mapping[str, torch.Tensor]) -> dict[str, NormedWeight]:
+def _find_normed(tensors: Mapping[str, torch.Tensor]) -> dict[str, NormedWeight]:
     """Return what either `weight_norm` of torch made two tensors of, by the names of the weights."""
     found: dict[str, NormedWeight] = {}
     for name, direction in tensors.items():
@@ -60,7 +60,7 @@ def normed_as_in(
     A model without weight norm gets the weights that a model with it computes; one with it gets both tensors under its
     own names.
     """
-    given, wanted = find_normed(tensors), find_normed(model)
+    given, wanted = _find_normed(tensors), _find_normed(model)
     kinds = [{normed.direction.endswith("_v") for normed in side.values()} for side in (given, wanted)]
     if not given or kinds[0] == kinds[1]:
         return tensors, []

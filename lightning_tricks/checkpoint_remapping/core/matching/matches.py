@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import combinations, islice, product
 from typing import Any, Literal
 
@@ -251,10 +251,14 @@ class Proposals:
                 return {"from": name, "to": new, "shape": [*wanted]}
         return None
 
+    @cached_property
+    def _without_values(self) -> dict[str, torch.Tensor]:
+        return {name: torch.empty(shape, device="meta") for name, shape in self.sources.items()}
+
     def _fits(self, rule: Proposal, may_add: bool = False) -> bool:
         """Whether a rule leads from tensors without a match to tensors of their shapes without one, or adds some."""
         try:
-            made = remap_keys({name: torch.empty(shape, device="meta") for name, shape in self.sources.items()}, [rule])
+            made = remap_keys(self._without_values, [rule])
         except ValueError:  # it would give two of them one name, or does not fit them
             return False
         ruled = [name for name in made.rules_of if made.rules_of[name]]
