@@ -652,7 +652,7 @@ def test_a_list_beside_the_trunk_is_suggested_whatever_it_is_called(fusion, plac
 
 
 @pytest.mark.parametrize("words", [("down", "up"), ("a", "b"), ("up", "down")])
-def test_the_largest_list_behind_another_one_of_convolutions_is_no_trunk(words):
+def test_the_largest_list_behind_another_one_of_convolutions_is_a_suggestion(words):
     """The decoder of a UNet of one width, in a model whose order of registration is that of the names, and is not."""
 
     def unet(down, up, numbers):

@@ -215,9 +215,9 @@ class Side:
 
     @cached_property
     def trunk(self) -> Parts | None:
-        """The path of the list with the most elements, if nobody counts it from its end; None if there is none.
+        """The path of the list with the most elements; None if there is none, or another has a block of its shapes.
 
-        Two lists with a block of the same shapes may be each other's.
+        The two may be each other's then.
         """
         lists: dict[Parts, list[Layer]] = defaultdict(list)
         for layer in self.branches[()]:
