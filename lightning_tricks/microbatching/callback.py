@@ -124,8 +124,9 @@ class Microbatching(TrickCallback):
         runner = BatchRunner(trainer, size, self.on_mismatch, self._found, self._mean)
         self._installed.enter_context(runner.logs.installed())
         self._installed.enter_context(batches_run_by(trainer, runner.run))
-        how = "that run out of memory" if self.size is None else f"into microbatches of at most {self.size} rows"
-        cuts = "leaves batches whole" if self.size == "whole" else f"cuts batches {how}"
+        cuts = "leaves batches whole" if self.size == "whole" else "cuts batches that run out of memory"
+        if self.size not in (None, "whole"):
+            cuts = f"cuts batches into microbatches of at most {self.size:,} rows"
         self.say(f"{cuts}{'' if self.count is None else ', weights losses by targets'}")
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
