@@ -145,7 +145,8 @@ class RunFingerprint(TrickCallback):
             recorder.writer.start_file(record)
             self.say(f"records each {self.detail} in {path}")
             if record is None:
-                recorder.record_initial_weights(trainer.global_step, trainer.current_epoch, fit_loaders(trainer))
+                loaders = None if is_replicated is None else fit_loaders(trainer)
+                recorder.record_initial_weights(trainer.global_step, trainer.current_epoch, loaders)
 
     def _find(self, header: RecordHeader) -> tuple[int | None, int, FingerprintRecord | None]:
         """Find the rows of this run that a resumed fit continues.

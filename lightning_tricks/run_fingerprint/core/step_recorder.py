@@ -50,10 +50,10 @@ class StepRecorder:
         self._outputs = LayerOutputs(self.model) if self._by_layer else None
 
     def record_initial_weights(self, step: int, epoch: int, loaders: Mapping[str, Iterable[Any]] | None = None) -> None:
-        """Record the weights before the first batch, and what ranks divide among them."""
+        """Record the weights before the first batch, and, where ranks are compared, the data that they divide."""
         self.writer.start_row(step, epoch, -1)
-        for name, divided in ((name, divided_data(own)) for name, own in (loaders or {}).items()):
-            if divided and self._is_replicated is not None:
+        for name, own in (loaders or {}).items():
+            if divided := divided_data(own):
                 self.writer.add("dataset", divided, name)
         self._add_weights()
         self.writer.end_row()
